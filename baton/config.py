@@ -1,0 +1,118 @@
+"""Every setting of a cluster: frozen dataclasses with their defaults, limits and the sources of both.
+
+Loading (YAML <- environment <- flags, merged once, with origins) is `baton.config_load`; nothing here is changed after start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and where its files are."""
+
+    path: str = "smollm2"  # a name that `baton model fetch` knows, a Hugging Face directory, or a .gguf file
+    served_name: str = ""  # "" = the model's own name
+    dtype: str = "float32"  # compute dtype; fp32 is the fastest exact arithmetic on CPUs without AMX (DESIGN section 7)
+    max_model_len: int = 0  # tokens; 0 = the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine on one worker."""
+
+    block_size: int = 16  # tokens per block; DESIGN section 5
+    num_blocks: int = 0  # 0 = from kv_memory_bytes
+    kv_memory_bytes: int = 1 << 30  # 1 GiB = 23,301 tokens of the demo model at 46,080 B/token
+    kv_cache_dtype: str = "auto"  # auto = the compute dtype
+    max_num_seqs: int = 64  # sequences that decode in one step
+    max_num_batched_tokens: int = 2_048  # token budget of one step
+    chunk_tokens: int = 512  # largest prefill chunk of one sequence in one step
+    prefix_cache: bool = True
+    num_threads: int = 0  # torch intra-op threads; 0 = cores / workers on this host, at least 1
+    max_queued_seqs: int = 1_024  # submissions waiting in one worker; more are refused as Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """The KV plane of one worker. Defaults: DESIGN section 5."""
+
+    transport: str = "ucx"  # ucx | loopback (tests, one process)
+    ucx_tls: str = "all"  # UCX_TLS, e.g. "tcp" or "posix,sysv,self"
+    ucx_net_devices: str = "lo"
+    require_rdma: bool = False  # refuse to start where UCX finds no RDMA transport
+    frame_bytes: int = 4 << 20  # one slot: header and payload
+    num_slots: int = 8  # per pair and direction
+    lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
+    transfer_timeout_s: float = 10.0  # prefill end -> Ack
+    hello_timeout_s: float = 3.0  # Hello and probe
+    max_resends: int = 2  # of damaged or missing frames, per transfer
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process."""
+
+    worker_id: str
+    role: str = "both"  # prefill | decode | both
+    host: str = LOOPBACK
+    port: int = 0  # 0 = the system picks one; the worker announces what it bound
+    control_address: str = ""  # the controller's control port; "" = nobody to announce to
+    heartbeat_s: float = 0.5
+    missed_heartbeats: int = 3  # then a router counts as gone
+    outbox_bytes: int = 4 << 20  # per router; beyond it, or 5 s behind, that router's Session is dropped
+    outbox_s: float = 5.0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One front end process."""
+
+    host: str = LOOPBACK
+    http_port: int = 8_000
+    grpc_port: int = 50_051
+    control_address: str = ""
+    max_inflight: int = 512  # accepted calls; more get Overloaded
+    request_timeout_s: float = 600.0  # where the caller gives no deadline
+    unavailable_wait_s: float = 60.0  # how long a call waits for a worker to come back, within its deadline
+    heartbeat_s: float = 0.5
+    missed_heartbeats: int = 3
+    max_body_bytes: int = 4 << 20  # HTTP body and gRPC message; 300 KB prompts pass, 10 MB bodies do not
+    max_stop_strings: int = 16
+    max_n: int = 16
+    local_prefill_tokens: int = 0  # prompts up to this length are prefilled on the decode worker; 0 = never
+    max_connection_age_s: float = 600.0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    host: str = LOOPBACK
+    admin_port: int = 8_001
+    control_port: int = 0
+    slo_store: str = ""  # SQLite file; "" = in the run folder
+    worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
+    drain_s: float = 600.0
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """All of `baton up`."""
+
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0  # --colocated: prefill 0, decode 0, both 1
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)

@@ -1,0 +1,46 @@
+"""The shape of one block of KV, the same words on both ends of a transfer.
+
+Wire order inside a frame: [layer][component][block][S][K][D], little-endian, no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}
+DEFAULT_BLOCK_SIZE = 16  # tokens; DESIGN section 5
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    num_layers: int  # L
+    num_kv_heads: int  # K, of this rank
+    head_dim: int  # D
+    dtype: str
+    block_size: int = DEFAULT_BLOCK_SIZE  # S, tokens
+    num_components: int = 2  # K and V
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block in one layer, all components."""
+        return self.num_components * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.num_layers * self.layer_block_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def first_difference(self, other: KVLayout) -> str:
+        """The name of the first field that differs, "" if none does."""
+        for field in fields(self):
+            if getattr(self, field.name) != getattr(other, field.name):
+                return field.name
+        return ""

@@ -1,0 +1,49 @@
+"""What a model is, without its weights: read from config.json or GGUF metadata, needed by router and workers alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from baton.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Architecture of a decoder-only transformer and the hashes that tell two models apart."""
+
+    name: str  # what clients call it
+    architecture: str  # "llama" | "qwen3"
+    num_layers: int  # L
+    hidden_size: int
+    ffn_size: int
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    vocab_size: int  # V
+    rope_theta: float
+    norm_eps: float
+    max_model_len: int  # positions the model was trained for
+    tie_embeddings: bool
+    attention_bias: bool = False
+    rope_scaling: str = ""  # canonical JSON of config.json's rope_scaling, "" = none
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    quantization: str = "none"  # of the stored weights, e.g. "Q4_1"; arithmetic is in the compute dtype
+    weights_hash: str = ""  # sha256 of the weight files
+    tokenizer_hash: str = ""  # sha256 of tokenizer.json
+
+    @property
+    def rope(self) -> str:
+        return f"theta={self.rope_theta:g};scaling={self.rope_scaling or 'none'}"
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits; equal only where KV of one is right in the other. The display name is no part of it."""
+        fields = asdict(self)
+        del fields["name"]
+        return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype, block_size)

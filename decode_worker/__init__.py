@@ -1,0 +1,1 @@
+"""The decode role: grant, adopt, step, stream; local prefill."""

@@ -1,0 +1,1 @@
+"""The prefill role: queue, chunk, reserve, ship, first token."""

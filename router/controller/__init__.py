@@ -1,0 +1,1 @@
+"""The control process, the only Ray driver: pools, SLO store, admin endpoint."""
