@@ -416,15 +416,19 @@ class LinkPing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENT_NS_FIELD_NUMBER: _builtins.int
+    LIVE_SEQS_FIELD_NUMBER: _builtins.int
     sent_ns: _builtins.int
+    @_builtins.property
+    def live_seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sent_ns: _builtins.int = ...,
+        live_seqs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_ns", b"sent_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_seqs", b"live_seqs", "sent_ns", b"sent_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
