@@ -101,6 +101,12 @@ class ControllerConfig:
     slo_store: str = ""  # SQLite file; "" = in the run folder
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
     drain_s: float = 600.0
+    heartbeat_s: float = 0.5
+    missed_heartbeats: int = 3
+    ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in
+    run_dir: str = ""  # tokens, logs and the SLO store; `baton up` fills it in
+    worker_num_cpus: float = 0.25  # of Ray's accounting, not a limit: 2 cores hold 8 workers, more are refused
+    worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in
     log_level: str = "info"
 
 

@@ -1,0 +1,324 @@
+"""Settings from their four sources, merged once: defaults <- YAML file <- environment <- flags.
+
+A setting is named by its dotted path in `ClusterConfig` ("router.http_port"); in the environment that is
+BATON__ROUTER__HTTP_PORT. Every value remembers where it came from (`baton up --print-config`), is checked against its
+type and its limit, and a wrong one is refused with value, limit and reason. An unknown name is refused with the nearest
+known one.
+
+Also hands configs to child processes: `to_json` and `from_json`. Reads nothing at import, never mutates a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import yaml
+
+from baton.config import ClusterConfig
+from baton.errors import ConfigError
+from baton.kv_layout import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+Scalar = str | int | float | bool
+ENV_PREFIX = "BATON__"
+_DERIVED = ("router.model.",)  # copied from `model.` so that router and workers cannot disagree
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a value may be, and why."""
+
+    why: str
+    low: float = float("-inf")
+    high: float = float("inf")
+    choices: tuple[str, ...] = ()
+
+    def allows(self, value: Scalar) -> bool:
+        return value in self.choices if isinstance(value, str) else self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.high == float("inf"):
+            return f"at least {self.low:g}"
+        return f"between {self.low:g} and {self.high:g}"
+
+
+_PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
+_WORKERS = Limit("workers of one role on one machine", 0, 64)
+_SECONDS = Limit("a wait must end", 0.01, 86_400)
+_COUNT = Limit("nothing can be served with less", 1)
+_LOG = Limit("log levels", choices=("debug", "info", "warning", "error"))
+_LIMITS: Mapping[str, Limit] = {
+    "prefill": _WORKERS,
+    "decode": _WORKERS,
+    "both": _WORKERS,
+    "model.dtype": Limit("the compute dtypes of the engine", choices=("float32", "bfloat16", "float16")),
+    "model.max_model_len": Limit("tokens; 0 = the model's own", 0),
+    "engine.block_size": Limit("tokens per block", 1, 256),
+    "engine.num_blocks": Limit("0 = from engine.kv_memory_bytes", 0),
+    "engine.kv_memory_bytes": Limit("one block of a small model takes about 1 MiB", 1 << 20),
+    "engine.kv_cache_dtype": Limit("auto = the compute dtype", choices=("auto", *DTYPE_BYTES)),
+    "engine.max_num_seqs": _COUNT,
+    "engine.max_num_batched_tokens": _COUNT,
+    "engine.chunk_tokens": _COUNT,
+    "engine.num_threads": Limit("0 = cores / workers on this host", 0, 1_024),
+    "engine.max_queued_seqs": _COUNT,
+    "kv.transport": Limit("loopback is for tests in one process", choices=("ucx", "loopback")),
+    "kv.frame_bytes": Limit("a frame holds its header and at least one block of one layer", 64 << 10, 1 << 30),
+    "kv.num_slots": Limit("one is written while another is verified", 2, 1_024),
+    "kv.lease_s": _SECONDS,
+    "kv.transfer_timeout_s": _SECONDS,
+    "kv.hello_timeout_s": _SECONDS,
+    "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
+    "router.http_port": _PORT,
+    "router.grpc_port": _PORT,
+    "router.max_inflight": _COUNT,
+    "router.request_timeout_s": _SECONDS,
+    "router.unavailable_wait_s": Limit("0 = fail at once", 0, 86_400),
+    "router.heartbeat_s": _SECONDS,
+    "router.missed_heartbeats": _COUNT,
+    "router.max_body_bytes": Limit("a chat call needs a few KiB; more than 1 GiB is memory given away", 4_096, 1 << 30),
+    "router.max_stop_strings": Limit("0 = stop strings are refused", 0, 1_024),
+    "router.max_n": Limit("answers to one prompt", 1, 128),
+    "router.local_prefill_tokens": Limit("0 = never", 0),
+    "router.max_connection_age_s": _SECONDS,
+    "router.log_level": _LOG,
+    "controller.admin_port": _PORT,
+    "controller.control_port": _PORT,
+    "controller.worker_start_timeout_s": _SECONDS,
+    "controller.drain_s": Limit("0 = do not wait for running calls", 0, 86_400),
+    "controller.heartbeat_s": _SECONDS,
+    "controller.missed_heartbeats": _COUNT,
+    "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),
+    "controller.log_level": _LOG,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A cluster's settings and the source of each: "default", "file x.yaml", "env BATON__...", "flag --...."""
+
+    config: ClusterConfig
+    origins: Mapping[str, str]  # by dotted path; those of derived settings are absent
+
+    def describe(self) -> Iterator[str]:
+        """Yield "path = value  # origin" lines in the order of the dataclasses."""
+        values = dict(_leaves(self.config))
+        width = max(len(f"{path} = {json.dumps(values[path])}") for path in self.origins)
+        for path, origin in self.origins.items():
+            yield f"{f'{path} = {json.dumps(values[path])}':<{width}}  # {origin}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value before it is checked. `text` is what an environment or a command line can say."""
+
+    path: str
+    value: object
+    origin: str
+    text: bool = False
+
+
+def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, tuple[str, object]]) -> Loaded:
+    """Merge the sources, the later the stronger.
+
+    Args:
+        flags: dotted path -> (the flag as typed, its value); only those that were given.
+
+    Raises:
+        ConfigError: the file cannot be read, or a name or value is wrong; `field` is the dotted path.
+    """
+    types = {path: kind for path, kind in _leaf_types(ClusterConfig) if not path.startswith(_DERIVED)}
+    values: dict[str, Scalar] = {path: value for path, value in _leaves(ClusterConfig()) if path in types}
+    origins = dict.fromkeys(values, "default")
+    for setting in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
+        values[setting.path] = _checked(setting, types)
+        origins[setting.path] = setting.origin
+    cluster = _build(ClusterConfig, _nested(values))
+    cluster = dataclasses.replace(cluster, router=dataclasses.replace(cluster.router, model=cluster.model))
+    _check_together(cluster)
+    return Loaded(cluster, origins)
+
+
+def to_json(config: DataclassInstance) -> str:
+    """Write any config dataclass, for `from_json` in another process."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """Rebuild a config that `to_json` wrote.
+
+    Raises:
+        ConfigError: not JSON, an unknown or missing name, a wrong type.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the {kind.__name__} handed over is not JSON: {error}") from error
+    return _build(kind, data)
+
+
+def _from_file(file: Path | None) -> Iterator[Setting]:
+    if file is None:
+        return
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}", field="config") from error
+    if data is None:
+        return
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must hold a mapping such as 'router: {{http_port: 8000}}'", field="config")
+    for path, value in _flatten(data):
+        yield Setting(path, value, f"file {file.name}")
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX):
+            path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            yield Setting(path, environ[name], f"env {name}", text=True)
+
+
+def _from_flags(flags: Mapping[str, tuple[str, object]]) -> Iterator[Setting]:
+    for path, (flag, value) in flags.items():
+        yield Setting(path, value, f"flag {flag}")
+
+
+def _flatten(data: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nested(values: Mapping[str, Scalar]) -> dict[str, object]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    root: dict[str, object] = {}
+    for path, value in values.items():
+        *parents, leaf = path.split(".")
+        node = root
+        for parent in parents:
+            child = node.setdefault(parent, {})
+            assert isinstance(child, dict), path
+            node = child
+        node[leaf] = value
+    return root
+
+
+def _leaf_types(kind: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, type]]:
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _leaf_types(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hint
+
+
+def _leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Scalar]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def _checked(setting: Setting, types: Mapping[str, type]) -> Scalar:
+    kind = types.get(setting.path)
+    if kind is None:
+        raise ConfigError(_unknown(setting, types), field=setting.path)
+    value = _parsed(str(setting.value), kind) if setting.text else _typed(setting.value, kind)
+    where = f"{setting.path} = {setting.value!r} (from {setting.origin})"
+    if value is None:
+        raise ConfigError(f"{where}: must be {_KIND_NAMES[kind]}", field=setting.path)
+    limit = _LIMITS.get(setting.path)
+    if limit is not None and not limit.allows(value):
+        raise ConfigError(f"{where}: must be {limit} ({limit.why})", field=setting.path)
+    return value
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _typed(value: object, kind: type) -> Scalar | None:
+    """`value` as `kind`, None where it is something else; a whole number is also a number, a bool is neither."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) and kind is not bool:
+        return None
+    return value if isinstance(value, kind) and isinstance(value, str | int | float | bool) else None
+
+
+def _parsed(text: str, kind: type) -> Scalar | None:
+    if kind is bool:
+        return _BOOLS.get(text.lower())
+    try:
+        return int(text) if kind is int else float(text) if kind is float else text
+    except ValueError:
+        return None
+
+
+def _unknown(setting: Setting, types: Mapping[str, type]) -> str:
+    if setting.path.startswith(_DERIVED):
+        return f"{setting.path} (from {setting.origin}) follows {setting.path.removeprefix('router.')}; set that one"
+    sections = {path.rpartition(".")[0] for path in types} - {""}
+    if setting.path in sections:
+        return f"{setting.path} (from {setting.origin}) is a section; set names in it, such as {setting.path}.*"
+    near = difflib.get_close_matches(setting.path, types, n=1, cutoff=0.0)
+    return f"{setting.path} (from {setting.origin}) is no setting; the nearest known is {near[0]}"
+
+
+def _check_together(cluster: ClusterConfig) -> None:
+    """What no single value can show."""
+    if cluster.both == 0 and (cluster.prefill == 0 or cluster.decode == 0):
+        raise ConfigError(
+            f"prefill = {cluster.prefill}, decode = {cluster.decode}, both = 0: an answer needs a prefill and a decode"
+            " worker, or one that does both (--colocated)",
+            field="prefill",
+        )
+    engine = cluster.engine
+    if engine.chunk_tokens > engine.max_num_batched_tokens:
+        raise ConfigError(
+            f"engine.chunk_tokens = {engine.chunk_tokens}: must be at most engine.max_num_batched_tokens"
+            f" = {engine.max_num_batched_tokens} (a chunk has to fit in a step)",
+            field="engine.chunk_tokens",
+        )
+
+
+def _build(kind: type[T], data: object) -> T:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{kind.__name__} must be a JSON object")
+    hints = typing.get_type_hints(kind)
+    unknown = data.keys() - hints.keys()
+    if unknown:
+        raise ConfigError(f"{kind.__name__} has no setting {min(unknown)!r}", field=min(unknown))
+    values: dict[str, object] = {}
+    for name, value in data.items():
+        hint = hints[name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            values[name] = _build(hint, value)
+            continue
+        values[name] = _typed(value, hint)
+        if values[name] is None:
+            raise ConfigError(f"{kind.__name__}.{name} = {value!r}: must be {_KIND_NAMES[hint]}", field=name)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__} is incomplete: {error}") from error

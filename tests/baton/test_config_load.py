@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+
+from baton.config import ClusterConfig, RouterConfig
+from baton.config_load import from_json, load, to_json
+from baton.errors import ConfigError
+
+
+def test_later_sources_win_and_every_value_knows_its_origin(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("prefill: 2\nrouter: {http_port: 7000, grpc_port: 7001}\nkv:\n  lease_s: 3\n")
+    environ = {"BATON__ROUTER__HTTP_PORT": "7100", "BATON__ENGINE__PREFIX_CACHE": "false", "PATH": "ignored"}
+    loaded = load(file, environ, {"router.grpc_port": ("--grpc-port", 7200)})
+    config = loaded.config
+    assert (config.prefill, config.router.http_port, config.router.grpc_port) == (2, 7100, 7200)
+    assert config.kv.lease_s == 3.0
+    assert not config.engine.prefix_cache
+    assert loaded.origins["prefill"] == "file cluster.yaml"
+    assert loaded.origins["router.http_port"] == "env BATON__ROUTER__HTTP_PORT"
+    assert loaded.origins["router.grpc_port"] == "flag --grpc-port"
+    assert loaded.origins["decode"] == "default"
+    assert any(line.startswith("prefill = 2 ") and line.endswith("# file cluster.yaml") for line in loaded.describe())
+
+
+def test_the_router_serves_the_cluster_s_model() -> None:
+    assert load(None, {"BATON__MODEL__PATH": "somewhere"}, {}).config.router.model.path == "somewhere"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"BATON__ROUTER__HTTP_PRT": "1"}, ["router.http_prt", "BATON__ROUTER__HTTP_PRT", "router.http_port"]),
+        ({"BATON__ROUTER__HTTP_PORT": "x"}, ["router.http_port", "'x'", "whole number"]),
+        ({"BATON__ROUTER__HTTP_PORT": "70000"}, ["70000", "65535", "TCP port"]),
+        ({"BATON__KV__LEASE_S": "nan"}, ["kv.lease_s", "nan", "0.01"]),
+        ({"BATON__KV__TRANSPORT": "carrier-pigeon"}, ["carrier-pigeon", "ucx, loopback"]),
+        ({"BATON__ROUTER__MODEL__PATH": "x"}, ["router.model.path", "model.path"]),
+        ({"BATON__ROUTER": "x"}, ["router", "section"]),
+        ({"BATON__PREFILL": "0"}, ["prefill = 0", "--colocated"]),
+        ({"BATON__ENGINE__CHUNK_TOKENS": "4096"}, ["engine.chunk_tokens", "4096", "2048"]),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_value_limit_and_reason(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, environ, {})
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("router: {http_port: '8000'}", ["router.http_port", "whole number"]),
+        ("router: {http_port: true}", ["router.http_port", "whole number"]),
+        ("router:\n  htpp_port: 1", ["router.htpp_port", "router.http_port"]),
+        ("- a", ["mapping"]),
+        ("a: [", ["not YAML"]),
+        ("router:", ["router", "section"]),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load(file, {}, {})
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml"):
+        load(tmp_path / "none.yaml", {}, {})
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert load(tmp_path / "empty.yaml", {}, {}).config == load(None, {}, {}).config
+
+
+def test_a_config_survives_the_way_to_a_child_process() -> None:
+    config = load(None, {"BATON__KV__LEASE_S": "2", "BATON__MODEL__PATH": "m"}, {}).config
+    assert from_json(ClusterConfig, to_json(config)) == config
+    assert from_json(RouterConfig, to_json(config.router)) == config.router
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"http_prt": 1}', '{"http_port": "1"}', '{"model": 3}'])
+def test_a_damaged_config_is_refused_by_the_child(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_json(RouterConfig, text)
