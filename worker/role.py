@@ -12,6 +12,7 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.request import Request, SampledToken
+from baton.request import Role as BatonRole
 from baton.v1 import kv_pb2, worker_pb2
 from engine.ports import StepResult
 from kv_transfer.events import KVEvent
@@ -68,6 +69,10 @@ class Ports(Protocol):
     epoch: int  # of this worker
 
     def now_s(self) -> float: ...
+
+    def refusal(self, kind: BatonRole) -> BatonError | None:
+        """Why new work for this role is not taken now (another role, draining); None = it is."""
+        ...
 
 
 class Role(Protocol):

@@ -1,0 +1,344 @@
+"""The decode role: a sequence's life on the worker that generates it.
+
+    1 RESERVING  Reserve came over a link; the engine sets blocks aside in FIFO order  -> 2
+    2 GRANTED    Grant sent; frames land in the blocks                                -> 3 once every byte is verified
+    3 RUNNING    adopted and acknowledged, or submitted here (local prefill)           -> gone when it ends
+    4 CLOSING    given up; the KV plane lets go of the blocks                          -> gone
+
+A ticket is adopted at most once. It is given up on cancel, on a lost link, router or deadline, and when no link ping has
+renewed it for a lease. The prefill worker is told (TicketLost) unless it asked; the router hears of 3 only from here and
+of 1 and 2 from the prefill worker. Blocks are dropped once, after the KV plane has said that it writes them no more.
+A cancel that overtakes its Reserve leaves a tombstone for one lease. Runs on the worker's event loop; never blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
+from baton.request import FinishReason, Request
+from baton.request import Role as RoleKind
+from baton.v1 import kv_pb2, worker_pb2
+from baton.wire import error_to_pb, request_from_pb
+from engine.ports import Reservation, SequenceEnded, SequenceStats, StepResult
+from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
+from worker.role import Ports
+
+
+class State(enum.IntEnum):
+    RESERVING = 1
+    GRANTED = 2
+    RUNNING = 3
+    CLOSING = 4
+
+
+@dataclass(slots=True)
+class Decode:
+    """One sequence. Times are the worker's monotonic clock, seconds."""
+
+    request: Request
+    peer: str  # link key of the prefill worker; "" = local
+    deadline_s: float
+    renewed_s: float
+    state: State
+    generation: int = 0
+    in_plane: bool = False  # the KV plane may write the blocks
+    first_token: int = 0
+
+
+class DecodeRole:
+    """Implements worker.role.Role."""
+
+    def __init__(self, ports: Ports, *, lease_s: float, max_queued: int) -> None:
+        self._ports = ports
+        self._lease_s = lease_s
+        self._max_queued = max_queued
+        self._open: dict[int, Decode] = {}
+        self._tombstones: dict[int, float] = {}  # seq -> when to forget it
+        self._last_generation = 0
+
+    # --- the router ---
+
+    def on_submit(self, request: Request, decode_peer: str, deadline_s: float) -> None:
+        """Prefill and decode here."""
+        refusal = self._refusal(request.seq)
+        if refusal is not None:
+            self._ports.sessions.refused(request.seq, refusal)
+            return
+        self._open[request.seq] = Decode(request, "", deadline_s, self._ports.now_s(), State.RUNNING)
+        self._ports.engine.add(request, prefill_only=False)
+
+    def on_cancel(self, seq: int) -> bool:
+        decode = self._open.get(seq)
+        if decode is None:
+            self._tombstones[seq] = self._ports.now_s() + self._lease_s
+            return False
+        if decode.state is State.RUNNING:
+            self._end(decode, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+        else:
+            self._give_up(decode, Cancelled("the router cancelled the call"))
+        return True
+
+    def on_router_lost(self, router_epoch: int) -> None:
+        for seq, decode in list(self._open.items()):
+            if decode.request.router_epoch == router_epoch:
+                self.on_cancel(seq)
+
+    def _refusal(self, seq: int) -> BatonError | None:
+        if seq in self._open:
+            return InvalidRequest("seq is already open on this worker", field="seq")
+        if len(self._open) >= self._max_queued:
+            return Overloaded(f"the decode queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
+        return self._ports.refusal(RoleKind.DECODE)
+
+    # --- the prefill worker ---
+
+    def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
+        kind = message.WhichOneof("message")
+        if kind == "reserve":
+            self._on_reserve(peer, message.reserve)
+        elif kind == "commit":
+            self._on_commit(peer, message.commit)
+        elif kind == "cancel":
+            decode = self._ticket(peer, message.cancel.seq, message.cancel.generation)
+            if decode is not None:
+                self._close(decode)
+        elif kind == "ping":
+            now_s = self._ports.now_s()
+            for seq in message.ping.live_seqs:
+                decode = self._open.get(seq)
+                if decode is not None and decode.peer == peer:
+                    decode.renewed_s = now_s
+        else:
+            return False
+        return True
+
+    def _on_reserve(self, peer: str, reserve: kv_pb2.Reserve) -> None:
+        seq = reserve.request.seq
+        try:
+            request = request_from_pb(reserve.request)
+            refusal = self._refusal(seq)
+            if seq in self._tombstones:
+                refusal = Cancelled("the router cancelled the call")
+            elif not self._ports.sessions.has_router(seq):
+                refusal = Unavailable("the call's router has no session with this decode worker")
+        except InvalidRequest as error:
+            refusal = error
+        if refusal is not None:
+            refused = kv_pb2.ReserveRefused(seq=seq, error=error_to_pb(refusal))
+            self._ports.links.send(peer, kv_pb2.LinkMessage(reserve_refused=refused))
+            return
+        now_s = self._ports.now_s()
+        self._open[seq] = Decode(request, peer, now_s + reserve.ttl_ms / 1_000, now_s, State.RESERVING)
+        self._ports.engine.reserve(request)
+
+    def _grant(self, decode: Decode, reservation: Reservation) -> None:
+        self._last_generation += 1
+        decode.generation = self._last_generation
+        decode.state = State.GRANTED
+        decode.in_plane = True
+        self._ports.kv.open_incoming(
+            decode.peer,
+            reservation.seq,
+            decode.generation,
+            reservation.block_ids,
+            reservation.num_leading_blocks,
+            # The role watches lease and deadline; the plane's own time limit is the backstop behind both.
+            max(0.0, decode.deadline_s - self._ports.now_s()) + self._lease_s,
+        )
+        ticket = kv_pb2.Ticket(
+            seq=reservation.seq,
+            epoch=self._ports.epoch,
+            generation=decode.generation,
+            num_blocks=len(reservation.block_ids),
+            num_leading_blocks=reservation.num_leading_blocks,
+            ttl_ms=int(1_000 * self._lease_s),
+        )
+        if not self._ports.links.send(decode.peer, kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=ticket))):
+            self._close(decode)
+
+    def _on_commit(self, peer: str, commit: kv_pb2.Commit) -> None:
+        decode = self._ticket(peer, commit.seq, commit.generation)
+        if decode is None or decode.state is not State.GRANTED or commit.epoch != self._ports.epoch:
+            if (
+                decode is None or decode.state is not State.RUNNING
+            ):  # a repeated Commit of an adopted ticket is harmless
+                self._send_ticket_lost(
+                    peer, commit.seq, commit.generation, TransferFailed("the ticket is spent, stale or unknown")
+                )
+            return
+        decode.first_token = commit.first_token
+        self._ports.kv.commit_incoming(commit.seq, commit.generation, commit.num_frames, commit.nbytes)
+
+    # --- the KV plane ---
+
+    def on_kv(self, event: KVEvent) -> bool:
+        if not isinstance(event, Committed | Incomplete | IncomingClosed):
+            return False
+        decode = self._open.get(event.seq)
+        if decode is None:
+            return False
+        if isinstance(event, Committed):
+            self._on_committed(decode, event)
+        elif isinstance(event, Incomplete):
+            if decode.state is State.GRANTED and decode.generation == event.generation:
+                nack = kv_pb2.Nack(seq=event.seq, generation=event.generation, missing_frames=event.missing_frames)
+                self._ports.links.send(decode.peer, kv_pb2.LinkMessage(nack=nack))
+        else:
+            self._on_closed(decode, event.reason)
+        return True
+
+    def _on_committed(self, decode: Decode, event: Committed) -> None:
+        if decode.generation != event.generation:
+            return
+        decode.in_plane = False
+        if decode.state is State.CLOSING:  # given up in the same moment
+            self._forget(decode)
+            return
+        decode.state = State.RUNNING
+        self._ports.engine.adopt(event.seq, decode.first_token)
+        ack = kv_pb2.Ack(seq=event.seq, generation=event.generation)
+        self._ports.links.send(decode.peer, kv_pb2.LinkMessage(ack=ack))
+
+    def _on_closed(self, decode: Decode, reason: str) -> None:
+        if not decode.in_plane:
+            return
+        decode.in_plane = False
+        if decode.state is not State.CLOSING:
+            error = TransferFailed(f"KV transfer ended early: {reason}")
+            self._send_ticket_lost(decode.peer, decode.request.seq, decode.generation, error)
+        self._forget(decode)
+
+    # --- the engine ---
+
+    def on_step(self, result: StepResult) -> None:
+        for reservation in result.reserved:
+            decode = self._open.get(reservation.seq)
+            if decode is not None and decode.state is State.RESERVING:
+                self._grant(decode, reservation)
+        for token in result.tokens:
+            decode = self._open.get(token.seq)
+            if decode is not None and decode.state is State.RUNNING:
+                self._ports.sessions.token(token)
+        for ended in result.ended:
+            decode = self._open.get(ended.seq)
+            if decode is not None:
+                self._on_ended(decode, ended)
+
+    def _on_ended(self, decode: Decode, ended: SequenceEnded) -> None:
+        if decode.state is State.RUNNING:
+            outcome = worker_pb2.OUTCOME_FAILED if ended.error is not None else worker_pb2.OUTCOME_FINISHED
+            self._end(decode, outcome, ended.finish, ended.error, ended.stats)
+        elif decode.state is State.RESERVING:
+            self._give_up(decode, ended.error or Unavailable("the reservation was refused by the engine"))
+
+    # --- links and time ---
+
+    def on_link_ready(self, peer: str) -> None:
+        """Nothing to do: prefill workers ask."""
+
+    def on_link_lost(self, peer: str, error: BatonError) -> None:
+        for decode in list(self._open.values()):
+            if decode.peer == peer and decode.state in (State.RESERVING, State.GRANTED):
+                self._close(decode)
+
+    def live_tickets(self, peer: str) -> list[int]:
+        return []
+
+    def on_tick(self) -> None:
+        now_s = self._ports.now_s()
+        self._tombstones = {seq: until for seq, until in self._tombstones.items() if until > now_s}
+        for decode in list(self._open.values()):
+            if decode.state is State.CLOSING:
+                continue
+            if now_s > decode.deadline_s:
+                error = DeadlineExceeded("the call's deadline passed during decode")
+                if decode.state is State.RUNNING:
+                    self._end(decode, worker_pb2.OUTCOME_FAILED, error=error)
+                else:
+                    self._give_up(decode, error)
+            elif decode.state is not State.RUNNING and now_s - decode.renewed_s > self._lease_s:
+                self._give_up(decode, TransferFailed(f"the ticket was not renewed within {self._lease_s:g} s"))
+
+    # --- ends ---
+
+    def _end(
+        self,
+        decode: Decode,
+        outcome: worker_pb2.Outcome.ValueType,
+        finish: FinishReason = FinishReason.NONE,
+        error: BatonError | None = None,
+        stats: SequenceStats | None = None,
+    ) -> None:
+        """End a running sequence and tell the router."""
+        stats = stats or SequenceStats()
+        message = worker_pb2.Ended(
+            seq=decode.request.seq,
+            outcome=outcome,
+            finish_reason=int(finish),
+            error=error_to_pb(error) if error is not None else None,
+            stats=worker_pb2.SeqStats(
+                queue_ms=stats.queue_ms,
+                prefill_ms=stats.prefill_ms,
+                cached_tokens=stats.num_cached_tokens,
+                computed_tokens=stats.num_computed_tokens,
+                num_preemptions=stats.num_preemptions,
+            ),
+        )
+        self._ports.sessions.ended(message)
+        self._forget(decode)
+
+    def _give_up(self, decode: Decode, error: BatonError) -> None:
+        """End a ticket that is not yet adopted and tell the prefill worker, which tells the router."""
+        if decode.state is State.CLOSING:
+            return
+        if decode.generation:
+            self._send_ticket_lost(decode.peer, decode.request.seq, decode.generation, error)
+        else:
+            refused = kv_pb2.ReserveRefused(seq=decode.request.seq, error=error_to_pb(error))
+            self._ports.links.send(decode.peer, kv_pb2.LinkMessage(reserve_refused=refused))
+        self._close(decode)
+
+    def _close(self, decode: Decode) -> None:
+        """Stop writes into the ticket's blocks, then drop them."""
+        decode.state = State.CLOSING
+        if decode.in_plane:
+            self._ports.kv.close_incoming(decode.request.seq)
+        else:
+            self._forget(decode)
+
+    def _forget(self, decode: Decode) -> None:
+        self._ports.engine.drop(decode.request.seq)
+        del self._open[decode.request.seq]
+
+    def _send_ticket_lost(self, peer: str, seq: int, generation: int, error: BatonError) -> None:
+        lost = kv_pb2.TicketLost(seq=seq, generation=generation, error=error_to_pb(error))
+        self._ports.links.send(peer, kv_pb2.LinkMessage(ticket_lost=lost))
+
+    def _ticket(self, peer: str, seq: int, generation: int) -> Decode | None:
+        """The open ticket that a link message means; generation 0 = sent before the Grant came."""
+        decode = self._open.get(seq)
+        if decode is None or decode.peer != peer or generation not in (0, decode.generation):
+            return None
+        return decode
+
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def num_tickets(self) -> int:
+        """Reservations that are open and not adopted."""
+        return sum(d.state is not State.RUNNING for d in self._open.values())
+
+
+def build(ports: Ports, config: WorkerConfig) -> DecodeRole:
+    """What WorkerConfig.decode_role names."""
+    return DecodeRole(ports, lease_s=config.kv.lease_s, max_queued=config.engine.max_queued_seqs)

@@ -1,0 +1,60 @@
+"""Which queued prompts may ask for a reservation now. Pure: snapshots in, seqs out.
+
+Late reservation: a prompt reserves decode memory only when this worker is about to compute it, since an early one idles
+memory that running sequences could use. A decode worker that lets a Reserve wait is full: prompts bound for it stay queued
+while those for other decode workers go ahead, so one full worker stalls nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Granted prompt tokens kept ready, in step budgets: one being computed, one ready behind it, so that the engine never
+# waits for a Grant (a link round trip is well under one step).
+LOOKAHEAD_STEPS = 2
+# A Reserve unanswered for this long means that decode is full; a link round trip takes about 1 ms (gRPC, loopback).
+PATIENCE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A prompt that has not reserved yet."""
+
+    seq: int
+    peer: str  # "" = needs no reservation
+    num_tokens: int
+    priority: int
+    arrival_s: float
+    peer_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """A prompt that reserves or is being computed."""
+
+    peer: str
+    num_tokens_left: int
+    reserve_sent_s: float | None  # None once granted
+
+
+def next_to_reserve(
+    queued: Iterable[Queued], underway: Iterable[Underway], *, step_tokens: int, now_s: float
+) -> list[int]:
+    """Seqs to start now, highest priority first and first come first within one; empty when enough is under way."""
+    budget = LOOKAHEAD_STEPS * step_tokens
+    full_peers: set[str] = set()
+    for started in underway:
+        if started.reserve_sent_s is not None and now_s - started.reserve_sent_s > PATIENCE_S:
+            full_peers.add(started.peer)  # waits for memory, not for us: it takes none of our budget
+        else:
+            budget -= started.num_tokens_left
+    chosen: list[int] = []
+    for prompt in sorted(queued, key=lambda q: (-q.priority, q.arrival_s, q.seq)):
+        if budget <= 0:
+            break
+        if prompt.peer and (not prompt.peer_ready or prompt.peer in full_peers):
+            continue
+        chosen.append(prompt.seq)
+        budget -= prompt.num_tokens
+    return chosen

@@ -1,0 +1,436 @@
+"""The prefill role: a prompt's life on the worker that computes it.
+
+    1 QUEUED      Submit came; waits its turn and for a ready link            -> 2; -> 3 where one token is all that is wanted
+    2 RESERVING   Reserve sent; decode grants in FIFO order                   -> 3
+    3 PREFILLING  the engine computes chunks, each leaves when it is done     -> 4; -> 6 where the first token ends it
+    4 SHIPPING    the first token is out, the last frames leave               -> 5
+    5 COMMITTING  Commit sent; a Nack sends frames again                      -> 6 on Ack
+    6 CLOSING     the router has its Ended; the KV plane lets go of the blocks -> gone
+
+Every state may go to 6 by cancel, deadline, lost link, lost router or an engine error; the router gets exactly one Ended.
+Blocks belong to the engine from 3 on and are dropped once, after the KV plane has said that it reads them no more.
+Runs on the worker's event loop; never blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.config import WorkerConfig
+from baton.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Overloaded, TransferFailed
+from baton.request import FinishReason, Request, SampledToken
+from baton.request import Role as RoleKind
+from baton.v1 import kv_pb2, worker_pb2
+from baton.wire import error_from_pb, request_to_pb
+from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
+from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
+from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
+from worker.role import Ports
+
+
+class State(enum.IntEnum):
+    QUEUED = 1
+    RESERVING = 2
+    PREFILLING = 3
+    SHIPPING = 4
+    COMMITTING = 5
+    CLOSING = 6
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One prompt. Times are the worker's monotonic clock, seconds."""
+
+    request: Request
+    peer: str  # link key of the decode worker
+    arrival_s: float
+    deadline_s: float
+    state: State = State.QUEUED
+    reserve_sent_s: float | None = None
+    reserve_wait_s: float = 0.0
+    ticket: kv_pb2.Ticket | None = None
+    in_plane: bool = False  # the KV plane may read the blocks
+    block_ids: tuple[int, ...] = ()
+    num_computed_tokens: int = 0
+    first: SampledToken | None = None
+    ship_started_s: float | None = None
+    prefill_ended_s: float = 0.0
+    num_resends: int = 0
+    nbytes: int = 0
+    stats: SequenceStats = field(default_factory=SequenceStats)
+
+    @property
+    def needs_decode(self) -> bool:
+        return self.request.num_tokens_left > 1
+
+
+class PrefillRole:
+    """Implements worker.role.Role."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        *,
+        block_size: int,
+        step_tokens: int,
+        lease_s: float,
+        transfer_timeout_s: float,
+        max_resends: int,
+        max_queued: int,
+    ) -> None:
+        self._ports = ports
+        self._block_size = block_size
+        self._step_tokens = step_tokens
+        self._lease_s = lease_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._max_resends = max_resends
+        self._max_queued = max_queued
+        self._open: dict[int, Prefill] = {}
+        self._ready_peers: set[str] = set()
+
+    # --- the router ---
+
+    def on_submit(self, request: Request, decode_peer: str, deadline_s: float) -> None:
+        refusal = self._ports.refusal(RoleKind.PREFILL)
+        if request.seq in self._open:
+            refusal = InvalidRequest("seq is already open on this worker", field="seq")
+        elif len(self._open) >= self._max_queued:
+            refusal = Overloaded(f"the prefill queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
+        if refusal is not None:
+            self._ports.sessions.refused(request.seq, refusal)
+            return
+        self._open[request.seq] = Prefill(request, decode_peer, self._ports.now_s(), deadline_s)
+        self._start_queued()
+
+    def on_cancel(self, seq: int) -> bool:
+        prefill = self._open.get(seq)
+        if prefill is None:
+            return False
+        self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+        return True
+
+    def on_router_lost(self, router_epoch: int) -> None:
+        for prefill in list(self._open.values()):
+            if prefill.request.router_epoch == router_epoch:
+                self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+
+    # --- 1 -> 2 -> 3 ---
+
+    def _start_queued(self) -> None:
+        queued = [
+            Queued(
+                seq=seq,
+                peer=p.peer if p.needs_decode else "",
+                num_tokens=len(p.request.token_ids),
+                priority=p.request.priority,
+                arrival_s=p.arrival_s,
+                peer_ready=p.peer in self._ready_peers,
+            )
+            for seq, p in self._open.items()
+            if p.state is State.QUEUED
+        ]
+        if not queued:
+            return
+        underway = [
+            Underway(
+                peer=p.peer,
+                num_tokens_left=len(p.request.token_ids) - p.num_computed_tokens,
+                reserve_sent_s=p.reserve_sent_s if p.state is State.RESERVING else None,
+            )
+            for p in self._open.values()
+            if p.state in (State.RESERVING, State.PREFILLING)
+        ]
+        now_s = self._ports.now_s()
+        for seq in next_to_reserve(queued, underway, step_tokens=self._step_tokens, now_s=now_s):
+            self._start(self._open[seq], now_s)
+
+    def _start(self, prefill: Prefill, now_s: float) -> None:
+        if not prefill.needs_decode:
+            prefill.state = State.PREFILLING
+            self._ports.engine.add(prefill.request, prefill_only=True)
+            return
+        reserve = kv_pb2.Reserve(
+            request=request_to_pb(prefill.request), ttl_ms=max(1, int(1_000 * (prefill.deadline_s - now_s)))
+        )
+        if self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(reserve=reserve)):
+            prefill.state = State.RESERVING
+            prefill.reserve_sent_s = now_s
+
+    def _on_grant(self, prefill: Prefill, ticket: kv_pb2.Ticket) -> None:
+        now_s = self._ports.now_s()
+        prefill.ticket = ticket
+        prefill.reserve_wait_s = now_s - (prefill.reserve_sent_s or now_s)
+        prefill.state = State.PREFILLING
+        prefill.in_plane = True
+        self._ports.kv.open_outgoing(
+            prefill.peer,
+            prefill.request.seq,
+            ticket.epoch,
+            ticket.generation,
+            ticket.num_leading_blocks,
+            ticket.num_blocks,
+            # The role watches deadline and transfer timeout; the plane's own lease is the backstop behind both.
+            max(0.0, prefill.deadline_s - now_s) + self._lease_s,
+        )
+        self._ports.engine.add(prefill.request, prefill_only=True)
+        self._start_queued()
+
+    # --- 3 -> 4 -> 5 ---
+
+    def on_step(self, result: StepResult) -> None:
+        for chunk in result.chunks:
+            self._on_chunk(chunk)
+        for prefilled in result.prefilled:
+            self._on_prefilled(prefilled)
+        for ended in result.ended:
+            prefill = self._open.get(ended.seq)
+            if prefill is not None:
+                prefill.stats = ended.stats
+                error = ended.error or Internal("the engine ended a prefill without an error")
+                self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error)
+        if result.chunks or result.ended:
+            self._start_queued()
+
+    def _on_chunk(self, chunk: ChunkDone) -> None:
+        prefill = self._open.get(chunk.seq)
+        if prefill is None or prefill.state is not State.PREFILLING:
+            return
+        prefill.block_ids = chunk.block_ids
+        prefill.num_computed_tokens = chunk.num_computed_tokens
+        if prefill.in_plane:
+            self._ship(prefill, chunk.num_computed_tokens // self._block_size, last=False)
+
+    def _on_prefilled(self, prefilled: PrefillEnded) -> None:
+        prefill = self._open.get(prefilled.seq)
+        if prefill is None or prefill.state is not State.PREFILLING:
+            return
+        prefill.first = prefilled.first
+        prefill.stats = prefilled.stats
+        prefill.prefill_ended_s = self._ports.now_s()
+        self._ports.sessions.token(prefilled.first)
+        if prefilled.first.finish is not FinishReason.NONE:
+            self._end(prefill, worker_pb2.OUTCOME_FINISHED, prefilled.first.finish)
+            return
+        prefill.state = State.SHIPPING
+        self._ship(prefill, len(prefill.block_ids), last=True)
+
+    def _ship(self, prefill: Prefill, num_ready_blocks: int, *, last: bool) -> None:
+        if prefill.ship_started_s is None:
+            prefill.ship_started_s = self._ports.now_s()
+        self._ports.kv.ship(prefill.request.seq, prefill.block_ids, num_ready_blocks, last)
+
+    def _on_shipped(self, prefill: Prefill, event: Shipped) -> None:
+        assert prefill.ticket is not None
+        assert prefill.first is not None
+        prefill.state = State.COMMITTING
+        prefill.nbytes = event.nbytes
+        commit = kv_pb2.Commit(
+            seq=event.seq,
+            epoch=prefill.ticket.epoch,
+            generation=prefill.ticket.generation,
+            num_frames=event.num_frames,
+            nbytes=event.nbytes,
+            first_token=prefill.first.token,
+        )
+        if not self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(commit=commit)):
+            self._fail(prefill, TransferFailed("the link to the decode worker went away before Commit"))
+
+    # --- the KV plane ---
+
+    def on_kv(self, event: KVEvent) -> bool:
+        if not isinstance(event, Shipped | OutgoingClosed):
+            return False
+        prefill = self._open.get(event.seq)
+        if prefill is None:
+            return False
+        if isinstance(event, Shipped):
+            if prefill.state is State.SHIPPING:
+                self._on_shipped(prefill, event)
+            return True
+        prefill.in_plane = False
+        if prefill.state is State.CLOSING:
+            self._forget(prefill)
+        else:
+            self._fail(prefill, TransferFailed(f"KV transfer ended early: {event.reason}"))
+        return True
+
+    # --- the decode worker ---
+
+    def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
+        kind = message.WhichOneof("message")
+        if kind == "grant":
+            return self._on_link_grant(peer, message.grant.ticket)
+        if kind == "reserve_refused":
+            prefill = self._at(peer, message.reserve_refused.seq)
+            if prefill is not None and prefill.state is State.RESERVING:
+                prefill.reserve_sent_s = None  # nothing is reserved there, so nothing to cancel
+                self._fail(prefill, error_from_pb(message.reserve_refused.error))
+            return True
+        if kind == "ack":
+            prefill = self._holding(peer, message.ack.seq, message.ack.generation)
+            if prefill is not None and prefill.state is State.COMMITTING:
+                self._end(prefill, worker_pb2.OUTCOME_HANDED_OFF)
+            return True
+        if kind == "nack":
+            self._on_nack(peer, message.nack)
+            return True
+        if kind == "ticket_lost":
+            prefill = self._holding(peer, message.ticket_lost.seq, message.ticket_lost.generation)
+            if prefill is not None:
+                prefill.ticket = None
+                prefill.reserve_sent_s = None
+                self._fail(prefill, error_from_pb(message.ticket_lost.error))
+            return True
+        return False
+
+    def _on_link_grant(self, peer: str, ticket: kv_pb2.Ticket) -> bool:
+        prefill = self._at(peer, ticket.seq)
+        if prefill is None or prefill.state is not State.RESERVING:
+            self._cancel_ticket(peer, ticket.seq, ticket.generation, "no longer wanted")
+            return True
+        num_blocks = -(-len(prefill.request.token_ids) // self._block_size)
+        if ticket.num_blocks != num_blocks or ticket.num_leading_blocks >= num_blocks:
+            self._fail(
+                prefill, TransferFailed(f"ticket is for {ticket.num_blocks} blocks, the prompt has {num_blocks}")
+            )
+            return True
+        self._on_grant(prefill, ticket)
+        return True
+
+    def _on_nack(self, peer: str, nack: kv_pb2.Nack) -> None:
+        prefill = self._holding(peer, nack.seq, nack.generation)
+        if prefill is None or prefill.state is not State.COMMITTING:
+            return
+        prefill.num_resends += 1
+        if nack.HasField("error"):
+            self._fail(prefill, error_from_pb(nack.error))
+        elif prefill.num_resends > self._max_resends:
+            self._fail(prefill, TransferFailed(f"frames were damaged or lost more than {self._max_resends} times"))
+        else:
+            self._ports.kv.resend(nack.seq, tuple(nack.missing_frames))
+
+    def on_link_ready(self, peer: str) -> None:
+        self._ready_peers.add(peer)
+        self._start_queued()
+
+    def on_link_lost(self, peer: str, error: BatonError) -> None:
+        self._ready_peers.discard(peer)
+        for prefill in list(self._open.values()):
+            if prefill.peer == peer and prefill.needs_decode:
+                prefill.ticket = None
+                prefill.reserve_sent_s = None
+                self._fail(prefill, error)
+
+    def live_tickets(self, peer: str) -> list[int]:
+        return [
+            seq
+            for seq, p in self._open.items()
+            if p.peer == peer and State.RESERVING <= p.state <= State.COMMITTING and p.needs_decode
+        ]
+
+    # --- time ---
+
+    def on_tick(self) -> None:
+        now_s = self._ports.now_s()
+        for prefill in list(self._open.values()):
+            if prefill.state is State.CLOSING:
+                continue
+            if now_s > prefill.deadline_s:
+                self._fail(prefill, DeadlineExceeded("the call's deadline passed during prefill"))
+            elif prefill.prefill_ended_s and now_s - prefill.prefill_ended_s > self._transfer_timeout_s:
+                self._fail(
+                    prefill, TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
+                )
+        self._start_queued()
+
+    # --- 6 ---
+
+    def _fail(self, prefill: Prefill, error: BatonError) -> None:
+        self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error)
+
+    def _end(
+        self,
+        prefill: Prefill,
+        outcome: worker_pb2.Outcome.ValueType,
+        finish: FinishReason = FinishReason.NONE,
+        error: BatonError | None = None,
+    ) -> None:
+        """Tell the router once, give the ticket back unless decode has adopted it, let go of the blocks."""
+        if prefill.state is State.CLOSING:
+            return
+        seq = prefill.request.seq
+        message = worker_pb2.Ended(seq=seq, outcome=outcome, finish_reason=int(finish), stats=self._stats(prefill))
+        if error is not None:
+            message.error.CopyFrom(
+                worker_pb2.ErrorInfo(
+                    code=error.code, message=error.message, field=error.field, retry_after_s=error.retry_after_s
+                )
+            )
+        self._ports.sessions.ended(message)
+        if outcome != worker_pb2.OUTCOME_HANDED_OFF and prefill.reserve_sent_s is not None:
+            generation = prefill.ticket.generation if prefill.ticket is not None else 0
+            reason = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
+            self._cancel_ticket(prefill.peer, seq, generation, reason)
+        prefill.state = State.CLOSING
+        if prefill.in_plane:
+            self._ports.kv.close_outgoing(seq)
+        else:
+            self._forget(prefill)
+
+    def _forget(self, prefill: Prefill) -> None:
+        self._ports.engine.drop(prefill.request.seq)
+        del self._open[prefill.request.seq]
+        self._start_queued()
+
+    def _stats(self, prefill: Prefill) -> worker_pb2.SeqStats:
+        now_s = self._ports.now_s()
+        queue_s = prefill.reserve_wait_s + ((prefill.reserve_sent_s or prefill.arrival_s) - prefill.arrival_s)
+        shipped = prefill.ship_started_s is not None
+        return worker_pb2.SeqStats(
+            queue_ms=1_000 * queue_s + prefill.stats.queue_ms,
+            prefill_ms=prefill.stats.prefill_ms,
+            cached_tokens=prefill.stats.num_cached_tokens,
+            computed_tokens=prefill.stats.num_computed_tokens,
+            num_preemptions=prefill.stats.num_preemptions,
+            kv_bytes=prefill.nbytes,
+            kv_transfer_ms=1_000 * (now_s - prefill.ship_started_s) if prefill.ship_started_s is not None else 0.0,
+            exposed_transfer_ms=1_000 * (now_s - prefill.prefill_ended_s) if prefill.prefill_ended_s else 0.0,
+            reserve_wait_ms=1_000 * prefill.reserve_wait_s,
+            transport=self._ports.links.transport(prefill.peer) if shipped else "",
+            kv_blocks=len(prefill.block_ids) - prefill.ticket.num_leading_blocks if shipped and prefill.ticket else 0,
+        )
+
+    def _cancel_ticket(self, peer: str, seq: int, generation: int, reason: str) -> None:
+        cancel = kv_pb2.CancelTicket(seq=seq, generation=generation, reason=reason)
+        self._ports.links.send(peer, kv_pb2.LinkMessage(cancel=cancel))  # a lost link has closed the ticket already
+
+    def _at(self, peer: str, seq: int) -> Prefill | None:
+        prefill = self._open.get(seq)
+        return prefill if prefill is not None and prefill.peer == peer else None
+
+    def _holding(self, peer: str, seq: int, generation: int) -> Prefill | None:
+        prefill = self._at(peer, seq)
+        if prefill is None or prefill.ticket is None or prefill.ticket.generation != generation:
+            return None
+        return prefill
+
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def num_leases(self) -> int:
+        """Sequences whose blocks are held for a transfer."""
+        return sum(p.in_plane for p in self._open.values())
+
+
+def build(ports: Ports, config: WorkerConfig) -> PrefillRole:
+    """What WorkerConfig.prefill_role names."""
+    return PrefillRole(
+        ports,
+        block_size=config.engine.block_size,
+        step_tokens=config.engine.max_num_batched_tokens,
+        lease_s=config.kv.lease_s,
+        transfer_timeout_s=config.kv.transfer_timeout_s,
+        max_resends=config.kv.max_resends,
+        max_queued=config.engine.max_queued_seqs,
+    )
