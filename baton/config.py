@@ -61,6 +61,8 @@ class WorkerConfig:
     host: str = LOOPBACK
     port: int = 0  # 0 = the system picks one; the worker announces what it bound
     control_address: str = ""  # the controller's control port; "" = nobody to announce to
+    prefill_role: str = "prefill_worker.prefill_role:build"  # dotted names: a worker imports nothing above itself
+    decode_role: str = "decode_worker.decode_role:build"
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3  # then a router counts as gone
     outbox_bytes: int = 4 << 20  # per router; beyond it, or 5 s behind, that router's Session is dropped

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from baton.config import WorkerConfig
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -169,12 +170,8 @@ class DecodeRole:
     def _on_commit(self, peer: str, commit: kv_pb2.Commit) -> None:
         decode = self._ticket(peer, commit.seq, commit.generation)
         if decode is None or decode.state is not State.GRANTED or commit.epoch != self._ports.epoch:
-            if (
-                decode is None or decode.state is not State.RUNNING
-            ):  # a repeated Commit of an adopted ticket is harmless
-                self._send_ticket_lost(
-                    peer, commit.seq, commit.generation, TransferFailed("the ticket is spent, stale or unknown")
-                )
+            error = TransferFailed("the ticket is spent, stale or unknown")
+            self._send_ticket_lost(peer, commit.seq, commit.generation, error)
             return
         decode.first_token = commit.first_token
         self._ports.kv.commit_incoming(commit.seq, commit.generation, commit.num_frames, commit.nbytes)

@@ -22,7 +22,7 @@ from baton.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest,
 from baton.request import FinishReason, Request, SampledToken
 from baton.request import Role as RoleKind
 from baton.v1 import kv_pb2, worker_pb2
-from baton.wire import error_from_pb, request_to_pb
+from baton.wire import error_from_pb, error_to_pb, request_to_pb
 from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
@@ -362,11 +362,7 @@ class PrefillRole:
         seq = prefill.request.seq
         message = worker_pb2.Ended(seq=seq, outcome=outcome, finish_reason=int(finish), stats=self._stats(prefill))
         if error is not None:
-            message.error.CopyFrom(
-                worker_pb2.ErrorInfo(
-                    code=error.code, message=error.message, field=error.field, retry_after_s=error.retry_after_s
-                )
-            )
+            message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)
         if outcome != worker_pb2.OUTCOME_HANDED_OFF and prefill.reserve_sent_s is not None:
             generation = prefill.ticket.generation if prefill.ticket is not None else 0
