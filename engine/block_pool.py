@@ -1,0 +1,147 @@
+"""Which block of KV memory belongs to whom. Owns the reference counts, the free list and the LRU order; knows no hashes.
+
+Every block is in exactly one of four states, and the gauges count each block once:
+
+    active    a sequence refers to it                 (also when a reservation does too)
+    reserved  only reservations refer to it           idle = active and reserved are 0
+    cached    nobody does, but its content is published: kept until the memory is needed, least recently used first
+    free      nobody does
+
+Runs on the engine thread. Misuse (a double free, more than is available) is a defect and asserts; nothing is waited for here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+
+class Hold(enum.IntEnum):
+    """In whose name a block is referred to."""
+
+    ACTIVE = 0
+    RESERVED = 1
+
+
+def _nobody_listens(block: int) -> None:
+    del block
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.on_evict: Callable[[int], None] = _nobody_listens  # told before an evicted block is handed out
+        self._refs = ([0] * num_blocks, [0] * num_blocks)  # by Hold, then by block
+        self._num_held = [0, 0]  # by Hold
+        self._free = list(range(num_blocks - 1, -1, -1))  # last in, first out: warm memory first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._published: set[int] = set()
+
+    @property
+    def num_active(self) -> int:
+        return self._num_held[Hold.ACTIVE]
+
+    @property
+    def num_reserved(self) -> int:
+        return self._num_held[Hold.RESERVED]
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated, by eviction where need be."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_active == 0 and self.num_reserved == 0
+
+    def free_ids(self) -> tuple[int, ...]:
+        """Blocks whose content is nobody's; tests poison them."""
+        return tuple(self._free)
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these cached blocks would leave the available ones if they were acquired."""
+        return sum(block in self._cached for block in blocks)
+
+    def allocate(self, num_blocks: int, hold: Hold) -> list[int]:
+        """Take blocks of unknown content; free ones first, then the least recently used cached ones."""
+        assert num_blocks <= self.num_available, "allocate: the caller did not check num_available"
+        return [self._take(hold) for _ in range(num_blocks)]
+
+    def acquire(self, blocks: Iterable[int], hold: Hold) -> None:
+        """Refer to published blocks that others may share; their content stays."""
+        for block in blocks:
+            assert block in self._published, "acquire: the block is not published"
+            self._cached.pop(block, None)
+            self._refer(block, hold, 1)
+
+    def release(self, blocks: Iterable[int], hold: Hold) -> None:
+        """Give references back, last block first: the head of a prefix is worth most and is evicted last."""
+        for block in reversed(list(blocks)):
+            assert self._refs[hold][block] > 0, "release: the block is not held"
+            self._refer(block, hold, -1)
+            if self._holder(block) is not None:
+                continue
+            if block in self._published:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def adopt(self, blocks: Iterable[int]) -> None:
+        """Turn a reservation's references into a sequence's."""
+        for block in blocks:
+            self._refer(block, Hold.ACTIVE, 1)
+            self._refer(block, Hold.RESERVED, -1)
+
+    def publish(self, block: int) -> None:
+        """Keep the content of this held block when its last reference goes."""
+        assert self._holder(block) is not None, "publish: the block is not held"
+        self._published.add(block)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is in exactly one state and that the gauges say so."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        held = {block for block in range(self.num_blocks) if self._holder(block) is not None}
+        assert not free & cached, "a block is free and cached"
+        assert not held & (free | cached), "a held block is free or cached"
+        assert len(held) + len(free) + len(cached) == self.num_blocks, "a block is lost"
+        assert cached <= self._published, "a cached block is not published"
+        assert not free & self._published, "a free block is published"
+        assert min(*self._refs[0], *self._refs[1], 0) == 0, "a reference count is negative"
+        for hold in Hold:
+            assert self._num_held[hold] == sum(self._holder(block) is hold for block in held), (
+                f"wrong {hold.name} gauge"
+            )
+
+    def _take(self, hold: Hold) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._published.discard(block)
+            self.on_evict(block)
+        self._refer(block, hold, 1)
+        return block
+
+    def _refer(self, block: int, hold: Hold, change: int) -> None:
+        before = self._holder(block)
+        self._refs[hold][block] += change
+        after = self._holder(block)
+        if before is not None:
+            self._num_held[before] -= 1
+        if after is not None:
+            self._num_held[after] += 1
+
+    def _holder(self, block: int) -> Hold | None:
+        if self._refs[Hold.ACTIVE][block]:
+            return Hold.ACTIVE
+        return Hold.RESERVED if self._refs[Hold.RESERVED][block] else None

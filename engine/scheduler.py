@@ -1,0 +1,335 @@
+"""What runs next. Owns every sequence of the engine, its queues and its blocks; touches no tensor, socket or clock.
+
+`schedule(now_s)` moves sequences between the states of engine/sequence.py, sets blocks aside and returns a Plan; the engine
+computes it; `commit` applies what came out. Between the two nothing else may be called.
+
+A step, in this order, within max_num_batched_tokens:
+  1. decodes of the first max_num_seqs running sequences by (priority, arrival), one token each. A missing block is taken
+     from the running sequence last in that order, perhaps the asker itself: it goes back to the front of its priority's
+     queue and is recomputed later. Prefill-only sequences own all their blocks from the start and are never preempted.
+  2. prefill chunks of running sequences, at most chunk_tokens each.
+  3. starts: the sequence first in the queue is admitted, or the first reservation granted, whichever comes first by
+     (priority, arrival). Blocks for all its tokens are set aside at once. Where they are not there, nobody overtakes: so
+     nobody starves. Where only a seat or budget is missing, reservations may pass. No reservation is granted while a
+     preempted sequence waits.
+
+Watermark: a start must leave one available block for each sequence that decodes here or will (running ones and granted
+reservations), so that it is not paid for with an immediate preemption. With nothing running the watermark is 0, so
+whatever fits the pool can start.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from baton.config import EngineConfig
+from baton.errors import BatonError, TransferFailed
+from baton.request import FinishReason, Request, SampledToken
+from engine.block_pool import BlockPool, Hold
+from engine.ports import ChunkDone, PrefillEnded, Reservation, Sample, SequenceEnded, SequenceStats, StepResult
+from engine.prefix_cache import PrefixCache
+from engine.sequence import SeqState, Sequence, StopRules
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute tokens [start, start + num_tokens) of one sequence; a decode is a chunk of one."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def sample(self) -> bool:
+        """Whether it ends with the last token, so that the next one is drawn."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What changed and what to compute; all plain data."""
+
+    chunks: list[Chunk] = field(default_factory=list)  # decodes first; empty: nothing to compute
+    admitted: list[int] = field(default_factory=list)  # seqs that left the queue; empty: none did
+    preempted: list[int] = field(default_factory=list)  # seqs that went back to it; empty: memory sufficed
+    reserved: list[Reservation] = field(default_factory=list)  # grants; empty: none was possible
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    num_admitted: int = 0
+    num_preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    output_tokens: int = 0
+
+
+_order = attrgetter("order")
+_arrival = attrgetter("arrival")
+
+Outcome = Sample | BatonError | None  # of one chunk: a token, a failure, or computed without a token
+
+
+class Scheduler:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, cache: PrefixCache, stops: StopRules, *, block_size: int
+    ) -> None:
+        self.totals = Totals()
+        self._config = config
+        self._pool = pool
+        self._cache = cache
+        self._stops = stops
+        self._block_size = block_size
+        self._sequences: dict[int, Sequence] = {}  # all of them, whatever their state
+        self._in_state: dict[SeqState, list[Sequence]] = {state: [] for state in SeqState}  # each list by order
+        self._waiting = self._in_state[SeqState.WAITING]
+        self._running = self._in_state[SeqState.RUNNING]
+        self._queued = self._in_state[SeqState.QUEUED]  # but reservations are first come, first served
+        self._num_arrived = 0
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._sequences
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences and reservations without blocks."""
+        return len(self._waiting) + len(self._queued)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to be computed before every admitted or waiting prompt is; decodes not counted."""
+        started = sum(sequence.num_left for sequence in self._running if sequence.num_left > 1)
+        return started + sum(sequence.num_left for sequence in self._waiting)
+
+    def add(self, request: Request, now_s: float, *, prefill_only: bool) -> None:
+        """Queue a sequence that fits (the engine has checked)."""
+        insort(self._waiting, self._enter(request, now_s, SeqState.WAITING, prefill_only), key=_order)
+
+    def reserve(self, request: Request, now_s: float) -> None:
+        """Queue a reservation that fits."""
+        self._queued.append(self._enter(request, now_s, SeqState.QUEUED, prefill_only=False))
+
+    def adopt(self, seq: int, first_token: int) -> SequenceEnded | None:
+        """Run a reservation whose KV is there. Returns its end where there is nothing to run. A second adopt does nothing."""
+        sequence = self._sequences.get(seq)
+        if sequence is None or sequence.state is SeqState.QUEUED:
+            self.drop(seq)
+            return failed(seq, TransferFailed("its reservation is gone"))
+        if sequence.state is not SeqState.RESERVED:
+            return None
+        self._pool.adopt(sequence.blocks)
+        sequence.num_computed = sequence.num_counted_tokens = len(sequence.token_ids)
+        self._cache.publish(sequence)
+        sequence.append(first_token)
+        sequence.first_token_s = sequence.started_s
+        self._move(sequence, SeqState.RUNNING)
+        self.totals.num_admitted += 1
+        finish = self._stops.finish_reason(sequence)
+        return self._end(sequence, finish) if finish else None
+
+    def drop(self, seq: int) -> None:
+        """Forget a sequence in any state; its blocks are free, or cached, on return."""
+        sequence = self._sequences.pop(seq, None)
+        if sequence is None:
+            return
+        self._in_state[sequence.state].remove(sequence)
+        self._release(sequence)
+
+    def has_work(self) -> bool:
+        """Whether a step would compute or grant something."""
+        return bool(self._running) or self._startable(self._config.max_num_batched_tokens) is not None
+
+    def schedule(self, now_s: float) -> Plan:
+        plan = Plan()
+        seated = self._running[: self._config.max_num_seqs]
+        budget = self._config.max_num_batched_tokens
+        budget = self._decode(seated, plan, budget)
+        budget = self._prefill(seated, plan, budget)
+        self._start(plan, budget, now_s)
+        return plan
+
+    def commit(self, plan: Plan, outcomes: Seq[Outcome], step: int, end_s: float) -> StepResult:
+        """Apply one outcome per chunk; `end_s` is when the step's tokens were there."""
+        result = StepResult(step, reserved=plan.reserved)
+        for chunk, outcome in zip(plan.chunks, outcomes, strict=True):
+            sequence = chunk.sequence
+            if isinstance(outcome, BatonError):
+                result.ended.append(self._end(sequence, FinishReason.NONE, outcome))
+                continue
+            self._advance(sequence, chunk.num_tokens, result)
+            if outcome is not None:
+                self._emit(sequence, outcome, end_s, result)
+        return result
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, queues and states agree."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+        for state, sequences in self._in_state.items():
+            key = _arrival if state is SeqState.QUEUED else _order
+            assert sequences == sorted(sequences, key=key), f"the {state.name} list is out of order"
+            assert all(sequence.state is state for sequence in sequences), f"a stranger in the {state.name} list"
+        assert sum(map(len, self._in_state.values())) == len(self._sequences), "a sequence is in no list, or in two"
+        active = {block for s in self._running + self._in_state[SeqState.HELD] for block in s.blocks}
+        reserved = {block for s in self._in_state[SeqState.RESERVED] for block in s.blocks} - active
+        assert self._pool.num_active == len(active), "active blocks without a sequence"
+        assert self._pool.num_reserved == len(reserved), "reserved blocks without a reservation"
+        assert not any(s.blocks for s in self._waiting + self._queued), "a queued sequence owns blocks"
+
+    def _enter(self, request: Request, now_s: float, state: SeqState, prefill_only: bool) -> Sequence:
+        self._num_arrived += 1
+        sequence = Sequence(request, self._num_arrived, now_s, state, prefill_only)
+        self._sequences[request.seq] = sequence
+        return sequence
+
+    # schedule: decodes, prefills, starts
+
+    def _decode(self, seated: Seq[Sequence], plan: Plan, budget: int) -> int:
+        for sequence in seated:
+            if budget == 0:
+                break
+            if sequence.num_left == 1 and self._can_grow(sequence, plan):
+                plan.chunks.append(Chunk(sequence, sequence.num_computed, 1))
+                budget -= 1
+        return budget
+
+    def _prefill(self, seated: Seq[Sequence], plan: Plan, budget: int) -> int:
+        for sequence in seated:
+            if budget == 0:
+                break
+            if sequence.state is SeqState.RUNNING and sequence.num_left > 1:
+                budget -= self._plan_chunk(sequence, plan, budget)
+        return budget
+
+    def _start(self, plan: Plan, budget: int, now_s: float) -> None:
+        while (sequence := self._startable(budget)) is not None:
+            if sequence.started_s is None:
+                sequence.started_s = now_s
+            if sequence.state is SeqState.WAITING:
+                self._admit(sequence, plan)
+                budget -= self._plan_chunk(sequence, plan, budget)
+            else:
+                self._grant(sequence, plan)
+
+    def _plan_chunk(self, sequence: Sequence, plan: Plan, budget: int) -> int:
+        num_tokens = min(sequence.num_left, self._config.chunk_tokens, budget)
+        plan.chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+        return num_tokens
+
+    def _can_grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """Give it a block for its last token if it lacks one; False where it was preempted, now or before in this step."""
+        while sequence.state is SeqState.RUNNING:
+            if self._num_blocks_for(sequence) <= len(sequence.blocks):
+                return True
+            if self._pool.num_available:
+                sequence.blocks += self._pool.allocate(1, Hold.ACTIVE)
+            else:
+                self._preempt(next(s for s in reversed(self._running) if not s.prefill_only), plan)
+        return False
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self._move(sequence, SeqState.WAITING)
+        self.totals.num_preemptions += 1
+        plan.preempted.append(sequence.seq)
+
+    def _startable(self, budget: int) -> Sequence | None:
+        """The one sequence or reservation that may start now."""
+        has_seat = budget > 0 and len(self._running) < self._config.max_num_seqs
+        heads = self._waiting[:1] if has_seat else []
+        if self._queued and not any(sequence.is_preempted for sequence in self._waiting):
+            heads = [*heads, self._queued[0]]
+        head = min(heads, key=_order, default=None)
+        return head if head is not None and self._fits(head) else None
+
+    def _fits(self, sequence: Sequence) -> bool:
+        hits = self._cache.lookup(sequence)
+        num_taken = self._num_blocks_for(sequence) - len(hits) + self._pool.num_unheld(hits)
+        return self._pool.num_available - num_taken >= self._watermark()
+
+    def _watermark(self) -> int:
+        num_decoding = sum(not sequence.prefill_only for sequence in self._running)
+        return num_decoding + len(self._in_state[SeqState.RESERVED])
+
+    def _admit(self, sequence: Sequence, plan: Plan) -> None:
+        num_hits = self._take_blocks(sequence, Hold.ACTIVE)
+        sequence.num_published = num_hits
+        sequence.num_computed = num_hits * self._block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_counted_tokens = sequence.num_computed
+            self.totals.num_admitted += 1
+            self.totals.prompt_tokens_cached += sequence.num_cached_tokens
+        self._move(sequence, SeqState.RUNNING)
+        plan.admitted.append(sequence.seq)
+
+    def _grant(self, sequence: Sequence, plan: Plan) -> None:
+        num_leading = self._take_blocks(sequence, Hold.RESERVED)
+        sequence.num_published = num_leading
+        self._move(sequence, SeqState.RESERVED)
+        plan.reserved.append(Reservation(sequence.seq, tuple(sequence.blocks), num_leading))
+
+    def _take_blocks(self, sequence: Sequence, hold: Hold) -> int:
+        """Set aside blocks for all its tokens; returns how many lead with known content."""
+        hits = self._cache.lookup(sequence)
+        self._pool.acquire(hits, hold)
+        sequence.blocks = hits + self._pool.allocate(self._num_blocks_for(sequence) - len(hits), hold)
+        return len(hits)
+
+    def _num_blocks_for(self, sequence: Sequence) -> int:
+        return -(-len(sequence.token_ids) // self._block_size)
+
+    # commit: advance, emit, end
+
+    def _advance(self, sequence: Sequence, num_tokens: int, result: StepResult) -> None:
+        self.totals.prompt_tokens_computed += sequence.advance(num_tokens)
+        self._cache.publish(sequence)
+        if sequence.prefill_only:
+            result.chunks.append(
+                ChunkDone(sequence.seq, sequence.num_computed, tuple(sequence.blocks), sequence.num_cached_tokens)
+            )
+
+    def _emit(self, sequence: Sequence, sample: Sample, end_s: float, result: StepResult) -> None:
+        index = sequence.append(sample.token)
+        finish = self._stops.finish_reason(sequence)
+        token = SampledToken(sequence.seq, index, sample.token, finish, sample.logprobs)
+        self.totals.output_tokens += 1
+        if sequence.first_token_s is None:
+            sequence.first_token_s = end_s
+        if sequence.prefill_only:
+            self._move(sequence, SeqState.HELD)
+            result.prefilled.append(PrefillEnded(sequence.seq, token, sequence.stats()))
+            return
+        result.tokens.append(token)
+        if finish:
+            result.ended.append(self._end(sequence, finish))
+
+    def _end(self, sequence: Sequence, finish: FinishReason, error: BatonError | None = None) -> SequenceEnded:
+        self.drop(sequence.seq)
+        return SequenceEnded(sequence.seq, finish, sequence.stats(), error)
+
+    def _release(self, sequence: Sequence) -> None:
+        """The one place where blocks are given back."""
+        hold = Hold.RESERVED if sequence.state is SeqState.RESERVED else Hold.ACTIVE
+        self._pool.release(sequence.blocks, hold)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_published = 0
+
+    def _move(self, sequence: Sequence, state: SeqState) -> None:
+        self._in_state[sequence.state].remove(sequence)
+        sequence.state = state
+        insort(self._in_state[state], sequence, key=_order)
+
+
+def failed(seq: int, error: BatonError) -> SequenceEnded:
+    """The end of a sequence that never started."""
+    return SequenceEnded(seq, FinishReason.NONE, SequenceStats(), error)
