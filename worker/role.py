@@ -62,11 +62,18 @@ class SessionPort(Protocol):
 class Ports(Protocol):
     """All that a role can touch."""
 
-    engine: EnginePort
-    kv: KVPort
-    links: LinkPort
-    sessions: SessionPort
-    epoch: int  # of this worker
+    @property
+    def engine(self) -> EnginePort: ...
+    @property
+    def kv(self) -> KVPort: ...
+    @property
+    def links(self) -> LinkPort: ...
+    @property
+    def sessions(self) -> SessionPort: ...
+    @property
+    def epoch(self) -> int:
+        """Of this worker."""
+        ...
 
     def now_s(self) -> float: ...
 

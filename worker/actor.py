@@ -1,0 +1,67 @@
+"""The Ray actor shell: a worker process is one actor that holds one server. Ray starts, restarts and ends it; nothing else
+passes through Ray. The server runs its own threads, so the actor's single Ray thread only ever answers the three calls below.
+
+The server class is named in the configuration ("module:class"): the shell imports no role and no torch before it runs.
+One of the two modules that import ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from typing import Protocol
+
+import ray
+
+from baton.config import WorkerConfig
+from baton.config_load import from_json
+from baton.errors import ConfigError
+
+
+class Server(Protocol):
+    """What the shell runs (`worker.server.WorkerServer`; tests bring smaller ones)."""
+
+    epoch: int
+    fingerprint: str
+
+    def start(self) -> int:
+        """Serve on threads of its own, announce itself, and return the bound port."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class WorkerActor:
+    """One worker process."""
+
+    def __init__(self, config_json: str, server_name: str) -> None:
+        config = from_json(WorkerConfig, config_json)
+        threading.current_thread().name = config.worker_id
+        self._server = _make_server(server_name, config)
+        self._address = f"{config.host}:{self._server.start()}"
+
+    def address(self) -> str:
+        """host:port of the worker's gRPC server."""
+        return self._address
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+RemoteWorker = ray.remote(WorkerActor)
+
+
+def _make_server(name: str, config: WorkerConfig) -> Server:
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"controller.worker_server = {name!r} cannot be loaded: {error}", field="worker_server"
+        ) from error
+    server: Server = kind(config)
+    return server

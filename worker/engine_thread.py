@@ -1,0 +1,100 @@
+"""The engine thread: the only one that touches the engine and, but for transfers' own blocks, its tensors.
+
+Commands from the event loop are carried out in order before the next step; every step's result goes back in one
+`call_soon_threadsafe`. The thread sleeps when the engine has no work. At most MAX_UNDELIVERED results wait for the loop:
+a stalled loop stops the engine instead of growing a queue. A defect of the engine ends the thread and is reported once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from baton.log import get_log
+from engine.ports import Engine, EngineLoad, StepResult
+
+Command = Callable[[Engine, float], None]
+
+log = get_log("worker.engine")
+
+MAX_UNDELIVERED = 8  # steps; at 20 ms and more a step the loop is then 0.2 s behind, and waiting is right
+
+
+class EngineThread:
+    """Runs one engine until stopped.
+
+    Args:
+        on_result: called on `loop` for every step that did something.
+        on_fatal: called on `loop` once, when the engine itself failed (not one request of it).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        on_result: Callable[[StepResult, EngineLoad], None],
+        on_fatal: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._on_result = on_result
+        self._on_fatal = on_fatal
+        self._clock = clock
+        self._inbox: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the step under way and join. Call it off the loop, or after the loop has stopped caring."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._undelivered.release()
+        self._thread.join()
+
+    def post(self, command: Command) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                result = self._engine.step(self._clock())
+                self._undelivered.acquire()
+                self._loop.call_soon_threadsafe(self._deliver, result, self._engine.load())
+        except Exception as error:
+            log.exception("engine_failed")
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._on_fatal, error)
+
+    def _wait_for_work(self) -> bool:
+        """Carry out commands, then return True when there is a step to run, False to end."""
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping or self._engine.has_work()):
+                    self._wake.wait()
+                commands = list(self._inbox)
+                self._inbox.clear()
+                if self._stopping:
+                    return False
+            now_s = self._clock()
+            for command in commands:
+                command(self._engine, now_s)
+            if self._engine.has_work():
+                return True
+            if commands:  # gauges changed without a step
+                self._loop.call_soon_threadsafe(self._on_result, StepResult(step=-1), self._engine.load())
+
+    def _deliver(self, result: StepResult, load: EngineLoad) -> None:
+        self._undelivered.release()
+        self._on_result(result, load)

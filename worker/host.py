@@ -1,0 +1,329 @@
+"""The host: where a worker's threads, streams and roles meet. Everything here runs on the event loop.
+
+It carries each message to the role that answers for it and nothing more: what happens to a request is in the roles
+(prefill_worker/, decode_worker/), what happens to tensors is in the engine, bytes move in kv_transfer.
+
+Both roles always exist; `role` says which of them take new work. SetRole takes effect at once on an idle worker; on a busy
+one it first drains (new work is refused) and then flips. Draining lets everything that is open run to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.config import WorkerConfig
+from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.log import get_log
+from baton.request import Request, Role
+from baton.v1 import control_pb2, kv_pb2, worker_pb2
+from baton.wire import PROTOCOL_VERSION, request_from_pb
+from engine.ports import Engine, EngineLoad, StepResult
+from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady
+from worker.engine_thread import Command, EngineThread
+from worker.links import DataPath, Links
+from worker.role import KVPort, Ports
+from worker.role import Role as RoleProtocol
+from worker.sessions import RouterSession, Sessions
+
+log = get_log("worker.host")
+
+TICK_S = 0.05  # deadlines and leases are seconds; 20 looks a second cost under 0.1 % of a core
+# How far behind the loop may be before heartbeats it could not read are forgiven.
+STALL_S = 0.5
+
+
+class Plane(KVPort, DataPath, Protocol):
+    """The KV plane as the host drives it; kv_transfer.plane.KVPlane is the one implementation."""
+
+    @property
+    def address(self) -> bytes: ...
+
+    def load(self) -> KVLoad: ...
+
+
+class EngineCommands:
+    """Implements worker.role.EnginePort by posting to the engine thread."""
+
+    def __init__(self, post: Callable[[Command], None]) -> None:
+        self._post = post
+
+    def add(self, request: Request, *, prefill_only: bool) -> None:
+        self._post(lambda engine, now_s: engine.add(request, now_s, prefill_only=prefill_only))
+
+    def reserve(self, request: Request) -> None:
+        self._post(lambda engine, now_s: engine.reserve(request, now_s))
+
+    def adopt(self, seq: int, first_token: int) -> None:
+        self._post(lambda engine, now_s: engine.adopt(seq, first_token, now_s))
+
+    def drop(self, seq: int) -> None:
+        self._post(lambda engine, _: engine.drop(seq))
+
+
+RoleBuilder = Callable[[Ports, WorkerConfig], RoleProtocol]
+
+
+class WorkerHost:
+    """Implements worker.role.Ports and worker.links.LinkListener.
+
+    Args:
+        identity: what routers are told in Opened (worker id, epoch, model, sizes).
+        hello: what peers are told, but for the pair's nonce.
+        on_fatal: the engine is beyond repair; the process should end.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: worker_pb2.Opened,
+        hello: kv_pb2.Hello,
+        engine: Engine,
+        plane: Plane,
+        build_prefill: RoleBuilder,
+        build_decode: RoleBuilder,
+        loop: asyncio.AbstractEventLoop,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._loop = loop
+        self._plane = plane
+        self.epoch = identity.epoch
+        self.role = Role[config.role.upper()]
+        self._next_role: Role | None = None
+        self.draining = False
+        self._engine_load = engine.load()
+        self._cached: set[bytes] = set()
+        self._cache_generation = 0
+        self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
+        self.engine = EngineCommands(self._thread.post)
+        self.kv: KVPort = plane
+        self.sessions = Sessions(max_bytes=config.outbox_bytes, max_age_s=config.outbox_s, on_lost=self._on_router_lost)
+        self.links = Links(
+            hello,
+            plane,
+            self,
+            ping_s=config.heartbeat_s,
+            silence_limit_s=config.kv.lease_s,
+            hello_timeout_s=config.kv.hello_timeout_s + 1.0,  # the plane's own probe limit, and gRPC around it
+        )
+        self._prefill = build_prefill(self, config)
+        self._decode = build_decode(self, config)
+        self._roles: Sequence[RoleProtocol] = (self._prefill, self._decode)
+        self._ticker: asyncio.Task[None] | None = None
+
+    # --- life ---
+
+    def start(self) -> None:
+        self._thread.start()
+        self._ticker = self._loop.create_task(self._tick(), name="tick")
+
+    async def stop(self) -> None:
+        """Close links and sessions, end the engine thread. Open sequences end with their streams."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self.sessions.close_all("the worker stops")
+        await self.links.close()
+        await self._loop.run_in_executor(None, self._thread.stop)
+
+    async def _tick(self) -> None:
+        silence_limit_s = self._config.heartbeat_s * (self._config.missed_heartbeats + 1)
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            if now_s - before_s < STALL_S:
+                self.sessions.check(now_s, silence_limit_s)
+            for role in self._roles:
+                role.on_tick()
+            self._flush(step=0)
+            self._flip_if_idle()
+
+    # --- Ports ---
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def refusal(self, kind: Role) -> BatonError | None:
+        if self.draining or self._next_role is not None:
+            return Unavailable(f"worker {self._config.worker_id} is draining", retry_after_s=1.0)
+        if self.role not in (kind, Role.BOTH):
+            name = self.role.name.lower()
+            return Unavailable(f"worker {self._config.worker_id} has the role {name}, not {kind.name.lower()}")
+        return None
+
+    # --- routers ---
+
+    def open_session(self, router_id: str, router_epoch: int) -> RouterSession:
+        session = self.sessions.open(router_id, router_epoch)
+        opened = worker_pb2.Opened()
+        opened.CopyFrom(self._identity)
+        opened.role = worker_pb2.Role.ValueType(self.role)
+        opened.protocol_version = PROTOCOL_VERSION
+        opened.load.CopyFrom(self.load())
+        opened.links.extend(self.links.statuses())
+        session.send(worker_pb2.SessionEvent(opened=opened))
+        delta = worker_pb2.CacheDelta(generation=self._cache_generation, added=sorted(self._cached), reset=True)
+        session.send(worker_pb2.SessionEvent(cache_delta=delta))
+        return session
+
+    def on_session(self, session: RouterSession, request: worker_pb2.SessionRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "submit":
+            self._on_submit(request.submit)
+        elif kind == "cancel":
+            self._on_cancel(request.cancel.seq)
+        elif kind == "heartbeat":
+            reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self.load())
+            session.send(worker_pb2.SessionEvent(heartbeat=reply))
+        elif kind == "set_role":
+            self._set_role(request.set_role.role)
+        elif kind == "drain":
+            self.draining = request.drain.draining
+            log.info("draining", draining=self.draining)
+        elif kind == "peers":
+            self.links.want(list(request.peers.decode))
+        self._flush(step=0)
+
+    def _on_submit(self, submit: worker_pb2.Submit) -> None:
+        seq = submit.request.seq
+        try:
+            request = request_from_pb(submit.request)
+            deadline_s = self.now_s() + submit.ttl_ms / 1_000
+            if not submit.HasField("decode"):
+                self._decode.on_submit(request, "", deadline_s)
+            elif request.num_tokens_left == 1:  # the prefill's own token is all: no decode worker is needed
+                self._prefill.on_submit(request, "", deadline_s)
+            else:
+                self._prefill.on_submit(request, self.links.open(submit.decode), deadline_s)
+        except BatonError as error:
+            self.sessions.refused(seq, error)
+
+    def _on_cancel(self, seq: int) -> None:
+        for role in self._roles:
+            role.on_cancel(seq)
+
+    def _on_router_lost(self, router_epoch: int) -> None:
+        for role in self._roles:
+            role.on_router_lost(router_epoch)
+
+    def adopt_wishes(self, answer: control_pb2.AnnounceResponse) -> None:
+        """Start as the controller last wanted this worker: a restart forgets neither a flip nor a drain."""
+        self.draining = answer.draining
+        if answer.role and answer.role != self.role.value:
+            self._set_role(answer.role)
+
+    def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
+        try:
+            self._next_role = Role(role)
+        except ValueError:
+            log.warning("unknown_role", role=role)
+            return
+        self._flip_if_idle()
+
+    def _flip_if_idle(self) -> None:
+        if self._next_role is None or any(role.num_open() for role in self._roles):
+            return
+        log.info("role_changed", before=self.role.name.lower(), after=self._next_role.name.lower())
+        self.role = self._next_role
+        self._next_role = None
+        self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
+
+    # --- the engine ---
+
+    def _on_result(self, result: StepResult, load: EngineLoad) -> None:
+        self._engine_load = load
+        for role in self._roles:
+            role.on_step(result)
+        if result.cache_added or result.cache_removed:
+            self._publish_cache(result)
+        self._flush(result.step)
+
+    def _publish_cache(self, result: StepResult) -> None:
+        self._cached.update(result.cache_added)
+        self._cached.difference_update(result.cache_removed)
+        self._cache_generation += 1
+        delta = worker_pb2.CacheDelta(
+            generation=self._cache_generation, added=result.cache_added, removed=result.cache_removed
+        )
+        self.sessions.broadcast(worker_pb2.SessionEvent(cache_delta=delta))
+
+    def _flush(self, step: int) -> None:
+        self.sessions.flush(step, self.load())
+
+    # --- the KV plane ---
+
+    def on_kv(self, event: KVEvent) -> None:
+        if isinstance(event, PairReady):
+            self.links.on_pair_ready(event.peer, event.pair_nonce, event.transport)
+        elif isinstance(event, PairLost):
+            self.links.on_pair_lost(event.peer, event.pair_nonce, event.reason)
+        else:
+            for role in self._roles:
+                role.on_kv(event)
+        self._flush(step=0)
+
+    # --- LinkListener ---
+
+    def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> None:
+        try:
+            for role in self._roles:
+                if role.on_link(peer, message):
+                    break
+        except InvalidRequest as error:
+            log.warning("bad_link_message", peer=peer, field=error.field)
+        self._flush(step=0)
+
+    def on_link_ready(self, peer: str) -> None:
+        for role in self._roles:
+            role.on_link_ready(peer)
+        self._publish_links()
+
+    def on_link_lost(self, peer: str, error: BatonError) -> None:
+        for role in self._roles:
+            role.on_link_lost(peer, error)
+        self._flush(step=0)
+        self._publish_links()
+
+    def live_tickets(self, peer: str) -> list[int]:
+        return [seq for role in self._roles for seq in role.live_tickets(peer)]
+
+    def _publish_links(self) -> None:
+        links = worker_pb2.Links(links=self.links.statuses())
+        self.sessions.broadcast(worker_pb2.SessionEvent(links=links))
+
+    # --- gauges ---
+
+    def load(self) -> worker_pb2.Load:
+        engine = self._engine_load
+        kv = self._plane.load()
+        return worker_pb2.Load(
+            role=worker_pb2.Role.ValueType(self.role),
+            draining=self.draining or self._next_role is not None,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            waiting_tokens=engine.waiting_tokens,
+            active_blocks=engine.active_blocks,
+            reserved_blocks=engine.reserved_blocks,
+            cached_blocks=engine.cached_blocks,
+            free_blocks=engine.free_blocks,
+            num_steps=engine.num_steps,
+            num_preemptions=engine.num_preemptions,
+            prompt_tokens_computed=engine.prompt_tokens_computed,
+            prompt_tokens_cached=engine.prompt_tokens_cached,
+            output_tokens=engine.output_tokens,
+            step_ms=engine.step_ms,
+            num_tickets=kv.num_incoming,
+            num_leases=kv.num_outgoing,
+            slots_in_use=kv.slots_in_use,
+            kv_bytes_sent=kv.bytes_sent,
+            kv_bytes_received=kv.bytes_received,
+            kv_transfers_failed=kv.transfers_failed,
+            kv_frames_dropped=kv.frames_dropped,
+            num_admitted=engine.num_admitted,
+            kv_transfers_expired=kv.transfers_expired,
+            quarantined_slots=kv.quarantined_slots,
+        )

@@ -1,0 +1,382 @@
+"""Links: one control stream per pair and direction, from the worker that prefills to the one that decodes.
+
+    1 CONNECTING  Hello each way (gRPC), then the KV plane proves the data path with probe frames
+    2 READY       both ends said LinkReady; messages flow, pings renew tickets
+    3 LOST        stream, data path or pings ended: transfers are closed, roles are told, the opener tries again
+    4 REFUSED     the two do not fit (`hello.py` names the field); not tried again while the peer's epoch stays
+
+A link's key is ">id/epoch" on the opener's side and "<id/epoch" on the other: a restarted peer is another peer, and two
+workers that send both ways have two links. KV bytes never ride here. Runs on the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from baton.errors import BatonError, PeerRefused, Unavailable, WorkerLost
+from baton.log import get_log
+from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
+from worker.hello import check_hello
+
+log = get_log("worker.links")
+
+# Reconnecting: quick at first, since a restarted peer's port answers within a second; then once per lease.
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+
+
+class State(enum.StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+class DataPath(Protocol):
+    """The part of the KV plane that links drive."""
+
+    def connect(
+        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+    ) -> None: ...
+    def disconnect(self, peer: str) -> None: ...
+
+
+class LinkListener(Protocol):
+    """Who hears about links: the host."""
+
+    def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> None: ...
+    def on_link_ready(self, peer: str) -> None: ...
+    def on_link_lost(self, peer: str, error: BatonError) -> None: ...
+    def live_tickets(self, peer: str) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class PeerLink:
+    """One direction between two workers."""
+
+    key: str
+    peer: worker_pb2.Peer
+    opener: bool
+    nonce: int
+    state: State = State.CONNECTING
+    transport: str = ""
+    reason: str = ""
+    error: BatonError | None = None
+    path_ready: bool = False
+    peer_ready: bool = False
+    last_heard_s: float = field(default_factory=time.monotonic)
+    outbox: asyncio.Queue[kv_pb2.LinkMessage | None] = field(default_factory=asyncio.Queue)
+
+    def send(self, **message: object) -> None:
+        self.outbox.put_nowait(kv_pb2.LinkMessage(**message))  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """Let the writer finish."""
+        self.outbox.put_nowait(None)
+
+
+class Links(kv_pb2_grpc.KvLinkServicer):
+    """All links of one worker. Implements worker.role.LinkPort.
+
+    Args:
+        hello: this worker's Hello, but for the nonce.
+    """
+
+    def __init__(
+        self,
+        hello: kv_pb2.Hello,
+        path: DataPath,
+        listener: LinkListener,
+        *,
+        ping_s: float,
+        silence_limit_s: float,
+        hello_timeout_s: float,
+    ) -> None:
+        self._hello = hello
+        self._path = path
+        self._listener = listener
+        self._ping_s = ping_s
+        self._silence_limit_s = silence_limit_s
+        self._hello_timeout_s = hello_timeout_s
+        self._links: dict[str, PeerLink] = {}
+        self._openers: dict[str, asyncio.Task[None]] = {}
+        self._wanted: dict[str, worker_pb2.Peer] = {}
+
+    # --- LinkPort ---
+
+    def send(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
+        link = self._links.get(peer)
+        if link is None or link.state is not State.READY:
+            return False
+        link.outbox.put_nowait(message)
+        return True
+
+    def transport(self, peer: str) -> str:
+        link = self._links.get(peer)
+        return link.transport if link is not None else ""
+
+    # --- which links there should be ---
+
+    @staticmethod
+    def key_of(peer: worker_pb2.Peer) -> str:
+        return f">{peer.worker_id}/{peer.epoch:016x}"
+
+    def want(self, peers: list[worker_pb2.Peer]) -> None:
+        """Keep a link open to each of these; forget others once they are lost."""
+        self._wanted = {self.key_of(peer): peer for peer in peers}
+        for key in self._wanted:
+            self._ensure(key)
+
+    def open(self, peer: worker_pb2.Peer) -> str:
+        """The key of the link to `peer`, started now if there is none.
+
+        Raises:
+            PeerRefused: the two do not fit.
+            Unavailable: the link is down and being retried.
+        """
+        key = self.key_of(peer)
+        link = self._links.get(key)
+        if link is not None and link.state is State.REFUSED and link.error is not None:
+            raise link.error
+        if link is not None and link.state is State.LOST:
+            raise Unavailable(f"link to {peer.worker_id} is down: {link.reason}", retry_after_s=1.0)
+        self._wanted.setdefault(key, peer)
+        self._ensure(key)
+        return key
+
+    def _ensure(self, key: str) -> None:
+        task = self._openers.get(key)
+        if task is None or task.done():
+            self._openers[key] = asyncio.create_task(self._keep_open(key), name=f"link {key}")
+
+    async def _keep_open(self, key: str) -> None:
+        """Open the link, and again when it is lost, as long as it is wanted."""
+        backoff_s = FIRST_BACKOFF_S
+        while key in self._wanted:
+            peer = self._wanted[key]
+            link = PeerLink(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
+            self._links[key] = link
+            started_s = time.monotonic()
+            error = await self._run_opener(link)
+            self._lose(link, error)
+            if link.state is State.REFUSED:
+                return
+            if time.monotonic() - started_s > MAX_BACKOFF_S:
+                backoff_s = FIRST_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        self._links.pop(key, None)
+
+    # --- the two ends of a stream ---
+
+    async def _run_opener(self, link: PeerLink) -> BatonError:
+        """Run one stream to its end and say why it ended."""
+        hello = kv_pb2.Hello()
+        hello.CopyFrom(self._hello)
+        hello.pair_nonce = link.nonce
+        link.send(hello=hello)
+        try:
+            async with grpc.aio.insecure_channel(link.peer.address) as channel:
+                call = kv_pb2_grpc.KvLinkStub(channel).Link(_drain(link.outbox))
+                try:
+                    await self._serve(link, aiter(call))
+                finally:
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            return link.error or WorkerLost(f"link to {link.peer.worker_id} failed: {error.code().name.lower()}")
+        return link.error or WorkerLost(f"link to {link.peer.worker_id} ended")
+
+    async def Link(
+        self,
+        request_iterator: AsyncIterator[kv_pb2.LinkMessage],
+        context: grpc.aio.ServicerContext[kv_pb2.LinkMessage, kv_pb2.LinkMessage],
+    ) -> AsyncIterator[kv_pb2.LinkMessage]:
+        requests = aiter(request_iterator)
+        try:
+            async with asyncio.timeout(self._hello_timeout_s):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+        hello = first.hello
+        refusal = check_hello(self._hello, hello)
+        if refusal is not None:
+            log.warning("peer_refused", peer=hello.worker_id, field=refusal.field)
+            yield kv_pb2.LinkMessage(hello_refused=_refused(refusal))
+            return
+        peer = worker_pb2.Peer(worker_id=hello.worker_id, epoch=hello.epoch)
+        key = f"<{hello.worker_id}/{hello.epoch:016x}"
+        self._lose_older(hello.worker_id, keep=key)
+        old = self._links.get(key)
+        if old is not None:
+            self._lose(old, WorkerLost(f"{hello.worker_id} opened a newer link"))
+        link = PeerLink(key, peer, opener=False, nonce=hello.pair_nonce)
+        self._links[key] = link
+        answer = kv_pb2.Hello()
+        answer.CopyFrom(self._hello)
+        answer.pair_nonce = link.nonce
+        link.send(hello=answer)
+        self._connect(link, hello)
+        reader = asyncio.create_task(self._serve(link, requests), name=f"link {key}")
+        reader.add_done_callback(lambda _: link.end())
+        try:
+            async for message in _drain(link.outbox):
+                yield message
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await reader
+            self._lose(link, link.error or WorkerLost(f"link from {hello.worker_id} ended"))
+            if self._links.get(key) is link:
+                del self._links[key]
+
+    async def _serve(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
+        """Read one stream, ping its other end, until it ends or falls silent."""
+        pinger = asyncio.create_task(self._ping(link))
+        reader = asyncio.create_task(self._read(link, messages))
+        try:
+            await asyncio.wait((pinger, reader), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+        finally:
+            for task in (pinger, reader):
+                task.cancel()
+            await asyncio.gather(pinger, reader, return_exceptions=True)
+
+    async def _read(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
+        async for message in messages:
+            link.last_heard_s = time.monotonic()
+            if not self._on_message(link, message):
+                return
+
+    async def _ping(self, link: PeerLink) -> None:
+        """Ping until the peer is silent for too long; time in which our own loop stood still does not count."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(self._ping_s)
+            now_s = time.monotonic()
+            if now_s - before_s > 2 * self._ping_s:
+                link.last_heard_s += now_s - before_s
+            if link.state is State.CONNECTING and now_s - link.last_heard_s > self._hello_timeout_s:
+                link.error = WorkerLost(f"{link.peer.worker_id} did not complete the handshake in time")
+                return
+            if now_s - link.last_heard_s > self._silence_limit_s or link.state is State.LOST:
+                link.error = link.error or WorkerLost(
+                    f"{link.peer.worker_id} was silent on its link for {self._silence_limit_s:g} s"
+                )
+                return
+            live = self._listener.live_tickets(link.key) if link.state is State.READY else []
+            link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live_seqs=live))
+
+    def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
+        """Handle one message; False ends the stream."""
+        kind = message.WhichOneof("message")
+        if kind == "hello" and link.opener and not link.path_ready:
+            refusal = check_hello(self._hello, message.hello)
+            if refusal is None and message.hello.epoch != link.peer.epoch:
+                refusal = PeerRefused("epoch differs: the peer has restarted", field="epoch")
+            if refusal is not None:
+                return self._refuse(link, refusal)
+            self._connect(link, message.hello)
+        elif kind == "hello_refused":
+            theirs = message.hello_refused
+            return self._refuse(
+                link, PeerRefused(f"refused by {link.peer.worker_id}: {theirs.field} {theirs.mine}", field=theirs.field)
+            )
+        elif kind == "ready":
+            link.peer_ready = True
+            self._check_ready(link)
+        elif kind == "ping":
+            link.send(pong=kv_pb2.LinkPong(sent_ns=message.ping.sent_ns))
+            self._listener.on_link(link.key, message)
+        elif kind != "pong" and link.state is State.READY:
+            self._listener.on_link(link.key, message)
+        return True
+
+    def _connect(self, link: PeerLink, theirs: kv_pb2.Hello) -> None:
+        self._path.connect(
+            link.key,
+            theirs.epoch,
+            theirs.ucx_address,
+            link.nonce,
+            min(theirs.frame_bytes, self._hello.frame_bytes),
+            min(theirs.num_slots, self._hello.num_slots),
+        )
+
+    # --- what the KV plane says of a pair ---
+
+    def on_pair_ready(self, peer: str, nonce: int, transport: str) -> None:
+        link = self._links.get(peer)
+        if link is not None and link.nonce == nonce and link.state is State.CONNECTING:
+            link.path_ready = True
+            link.transport = transport
+            link.send(ready=kv_pb2.LinkReady(transport=transport))
+            self._check_ready(link)
+
+    def on_pair_lost(self, peer: str, nonce: int, reason: str) -> None:
+        link = self._links.get(peer)
+        if link is not None and link.nonce == nonce:
+            self._lose(link, WorkerLost(f"data path to {link.peer.worker_id} lost: {reason}"))
+
+    def _check_ready(self, link: PeerLink) -> None:
+        if link.path_ready and link.peer_ready and link.state is State.CONNECTING:
+            link.state = State.READY
+            log.info("link_ready", peer=link.key, transport=link.transport)
+            self._listener.on_link_ready(link.key)
+
+    # --- ends ---
+
+    def _refuse(self, link: PeerLink, error: PeerRefused) -> bool:
+        link.error = error
+        return False
+
+    def _lose(self, link: PeerLink, error: BatonError) -> None:
+        """Close the data path, tell the roles; idempotent."""
+        if link.state in (State.LOST, State.REFUSED):
+            return
+        link.state = State.REFUSED if isinstance(error, PeerRefused) and error.field != "epoch" else State.LOST
+        link.error = error
+        link.reason = error.message
+        link.end()
+        log.warning("link_lost", peer=link.key, reason=error.message)
+        self._path.disconnect(link.key)
+        self._listener.on_link_lost(link.key, error)
+
+    def _lose_older(self, worker_id: str, *, keep: str) -> None:
+        """A peer that comes with a new epoch has died; its old link may not have noticed."""
+        for key, link in list(self._links.items()):
+            if not link.opener and link.peer.worker_id == worker_id and key != keep:
+                self._lose(link, WorkerLost(f"{worker_id} restarted"))
+
+    async def close(self) -> None:
+        self._wanted = {}
+        tasks = list(self._openers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in list(self._links.values()):
+            self._lose(link, Unavailable("this worker stops"))
+
+    def statuses(self) -> list[worker_pb2.LinkStatus]:
+        return [
+            worker_pb2.LinkStatus(peer=link.peer, state=str(link.state), transport=link.transport, reason=link.reason)
+            for link in self._links.values()
+            if link.opener
+        ]
+
+
+def _refused(refusal: PeerRefused) -> kv_pb2.HelloRefused:
+    return kv_pb2.HelloRefused(field=refusal.field, mine=refusal.message)
+
+
+async def _drain(outbox: asyncio.Queue[kv_pb2.LinkMessage | None]) -> AsyncIterator[kv_pb2.LinkMessage]:
+    while (message := await outbox.get()) is not None:
+        yield message

@@ -1,0 +1,47 @@
+"""`python -m worker.main --config FILE`: one worker without Ray. Prints one JSON line when it answers; ends on SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from baton.config import WorkerConfig
+from baton.config_load import from_json
+from baton.errors import ConfigError
+from baton.log import configure
+from worker.server import WorkerServer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run one Baton worker.")
+    parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
+    config = from_json(WorkerConfig, parser.parse_args().config.read_text())
+    configure(config.worker_id, config.log_level)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    failed: list[BaseException] = []
+
+    def on_fatal(error: BaseException) -> None:
+        failed.append(error)
+        ended.set()
+
+    server = WorkerServer(config, on_fatal)
+    try:
+        port = server.start()
+    except ConfigError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"port": port, "epoch": server.epoch, "pid": os.getpid()}), flush=True)
+    ended.wait()
+    server.stop()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""One worker process: builds the engine, the KV plane and the host, and serves them until stopped.
+
+    threads: event loop (gRPC, roles)   engine (torch)   kv (UCX, copies of blocks that a transfer owns)
+
+Used by the Ray actor (worker/actor.py) and by `python -m worker.main`. Start-up errors are ConfigErrors: one clear line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import threading
+from collections.abc import Callable
+
+import grpc
+from engine.torch_runner import load_torch_runner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from baton.config import WorkerConfig
+from baton.errors import ConfigError
+from baton.ids import new_epoch
+from baton.log import get_log
+from baton.model_files import ModelFiles, load_model_files
+from baton.v1 import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.wire import PROTOCOL_VERSION, layout_to_pb
+from engine.engine import LocalEngine
+from kv_transfer.events import KVEvent
+from kv_transfer.plane import KVPlane
+from worker.host import RoleBuilder, WorkerHost
+from worker.session_service import SessionService
+
+log = get_log("worker.server")
+
+START_TIMEOUT_S = 120.0  # reading and dequantising a model's weights from a cold disk
+ANNOUNCE_RETRY_S = 0.5
+# A Submit carries token ids, 5 bytes each at most: 16 MiB is above 3 million tokens; KV never rides in gRPC.
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+def _load_builder(dotted: str) -> RoleBuilder:
+    module, _, name = dotted.partition(":")
+    try:
+        builder: RoleBuilder = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"role {dotted} cannot be loaded: {error}", field="role") from error
+    return builder
+
+
+class WorkerServer:
+    """A worker as a thing to start and stop, from any thread but its own."""
+
+    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None] | None = None) -> None:
+        self._config = config
+        self._on_fatal_user = on_fatal
+        self.epoch = new_epoch()
+        self.port = 0
+        self.fingerprint = ""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._stop = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return f"{self._config.host}:{self.port}"
+
+    def start(self) -> int:
+        """Return the bound port once the worker answers.
+
+        Raises:
+            ConfigError: the model, memory, port or transport is not to be had; the message says what to do.
+        """
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise ConfigError(f"worker {self._config.worker_id} did not start within {START_TIMEOUT_S:g} s")
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        return self.port
+
+    def stop(self) -> None:
+        """End streams, threads and the transport; returns when nothing is left."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    # --- the loop's thread ---
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            if not self._started.is_set():
+                self._start_error = error
+                self._started.set()
+            else:
+                log.exception("worker_failed")
+                self._on_fatal(error)
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _on_fatal(self, error: BaseException) -> None:
+        self._stop.set()
+        if self._on_fatal_user is not None:
+            self._on_fatal_user(error)
+
+    async def _serve(self) -> None:
+        config = self._config
+        files = load_model_files(config.model.path)
+        runner = load_torch_runner(files, config.engine, config.model.dtype)
+        layout = runner.kv_cache.layout
+        self.fingerprint = files.spec.fingerprint
+        engine = LocalEngine(
+            config.engine,
+            runner,
+            fingerprint=self.fingerprint,
+            eos_token_ids=files.spec.eos_token_ids,
+            max_model_len=max_model_len(config, files),
+        )
+        plane = KVPlane(runner.kv_cache, config.kv, self.epoch, self._forward_kv_event)
+        plane.start()
+        try:
+            host = WorkerHost(
+                config,
+                self._identity(files, runner.kv_cache.num_blocks),
+                self._hello(files, plane.address, layout_to_pb(layout)),
+                engine,
+                plane,
+                _load_builder(config.prefill_role),
+                _load_builder(config.decode_role),
+                self._loop,
+                self._on_fatal,
+            )
+            self._host = host
+            await self._serve_host(host)
+        finally:
+            await self._loop.run_in_executor(None, plane.stop)
+
+    def _forward_kv_event(self, event: KVEvent) -> None:
+        """Called on the KV thread, which ends before the loop does."""
+        self._loop.call_soon_threadsafe(self._host.on_kv, event)
+
+    async def _serve_host(self, host: WorkerHost) -> None:
+        config = self._config
+        server = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(SessionService(host), server)
+        kv_pb2_grpc.add_KvLinkServicer_to_server(host.links, server)
+        checks = HealthServicer()
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        try:
+            self.port = server.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError as error:
+            raise ConfigError(f"port {config.port} is in use; choose another worker port", field="port") from error
+        host.start()
+        await server.start()
+        announcer = asyncio.create_task(self._announce(host), name="announce")
+        log.info("worker_ready", worker=config.worker_id, address=self.address, role=config.role)
+        self._started.set()
+        try:
+            await self._stop.wait()
+        finally:
+            announcer.cancel()
+            await asyncio.gather(announcer, return_exceptions=True)
+            await host.stop()
+            await server.stop(grace=1.0)
+
+    async def _announce(self, host: WorkerHost) -> None:
+        """Tell the controller where we are, until it has heard."""
+        config = self._config
+        if not config.control_address:
+            return
+        record = control_pb2.WorkerRecord(
+            worker_id=config.worker_id,
+            epoch=self.epoch,
+            address=self.address,
+            role=worker_pb2.Role.ValueType(host.role),
+            pid=os.getpid(),
+            state="ready",
+            fingerprint=self.fingerprint,
+        )
+        async with grpc.aio.insecure_channel(config.control_address) as channel:
+            control = control_pb2_grpc.ControlStub(channel)
+            while True:
+                try:
+                    answer = await control.Announce(control_pb2.AnnounceRequest(worker=record), timeout=5.0)
+                except grpc.aio.AioRpcError as error:
+                    log.warning("announce_failed", code=error.code().name)
+                    await asyncio.sleep(ANNOUNCE_RETRY_S)
+                    continue
+                host.adopt_wishes(answer)
+                return
+
+    # --- who we are ---
+
+    def _identity(self, files: ModelFiles, num_blocks: int) -> worker_pb2.Opened:
+        config = self._config
+        return worker_pb2.Opened(
+            worker_id=config.worker_id,
+            epoch=self.epoch,
+            model=config.model.served_name or files.spec.name,
+            fingerprint=files.spec.fingerprint,
+            max_model_len=max_model_len(config, files),
+            num_blocks=num_blocks,
+            block_size=config.engine.block_size,
+            max_num_seqs=config.engine.max_num_seqs,
+        )
+
+    def _hello(self, files: ModelFiles, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:
+        spec, kv = files.spec, self._config.kv
+        return kv_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self._config.worker_id,
+            epoch=self.epoch,
+            ucx_address=address,
+            weights_hash=spec.weights_hash,
+            tokenizer_hash=spec.tokenizer_hash,
+            rope=spec.rope,
+            quantization=spec.quantization,
+            layout=layout,
+            tp_rank=0,
+            tp_size=1,
+            frame_bytes=kv.frame_bytes,
+            num_slots=kv.num_slots,
+            require_rdma=kv.require_rdma,
+            transport_kind=kv.transport,
+        )
+
+
+def max_model_len(config: WorkerConfig, files: ModelFiles) -> int:
+    """The context limit: the model's own, or the smaller one configured."""
+    return min(config.model.max_model_len or files.spec.max_model_len, files.spec.max_model_len)

@@ -1,0 +1,85 @@
+"""The gRPC side of sessions: reads a router's messages into the host, writes its outbox back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.log import get_log
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.wire import PROTOCOL_VERSION
+from worker.sessions import RouterSession
+
+if TYPE_CHECKING:
+    from worker.host import WorkerHost
+
+log = get_log("worker.sessions")
+
+OPEN_TIMEOUT_S = 5.0  # a stream that does not open itself is dropped; a router opens at once
+
+
+class SessionService(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to its context
+        self,
+        request_iterator: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionEvent],
+    ) -> None:
+        requests = aiter(request_iterator)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be open")
+        if first.WhichOneof("message") != "open" or first.open.router_epoch == 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be open, with a router_epoch")
+        if first.open.protocol_version != PROTOCOL_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"protocol_version differs: mine {PROTOCOL_VERSION}, yours {first.open.protocol_version}",
+            )
+        session = self._host.open_session(first.open.router_id, first.open.router_epoch)
+        reader = asyncio.create_task(self._read(requests, session))
+        writer = asyncio.create_task(self._write(session, context))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            session.close("stream ended")
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+            self._host.sessions.closed(session)
+        if session.drop_reason != "stream ended":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, session.drop_reason)
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest], session: RouterSession) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+            async for request in requests:
+                session.last_heard_s = time.monotonic()
+                self._host.on_session(session, request)
+
+    async def _write(
+        self,
+        session: RouterSession,
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionEvent],
+    ) -> None:
+        closed = asyncio.create_task(session.wait_closed())
+        try:
+            async for event in session.events():
+                write = asyncio.ensure_future(context.write(event))
+                await asyncio.wait((write, closed), return_when=asyncio.FIRST_COMPLETED)
+                if not write.done():  # the peer does not read, and the session was given up
+                    write.cancel()
+                    return
+                write.result()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+        finally:
+            closed.cancel()

@@ -1,0 +1,171 @@
+"""Sessions: one bidirectional stream per router, one message per engine step.
+
+Each router has a bounded outbox (bytes and age); a router that does not keep up loses its Session, and with it its
+sequences, so that it cannot hold this worker's memory or delay other routers. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from baton.errors import BatonError
+from baton.log import get_log
+from baton.request import SampledToken
+from baton.v1 import worker_pb2
+from baton.wire import error_to_pb
+
+log = get_log("worker.sessions")
+
+
+class RouterSession:
+    """What this worker owes to one router."""
+
+    def __init__(self, router_id: str, router_epoch: int, *, max_bytes: int, max_age_s: float) -> None:
+        self.router_id = router_id
+        self.router_epoch = router_epoch
+        self.last_heard_s = time.monotonic()
+        self.drop_reason = ""
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._outbox: deque[tuple[float, int, worker_pb2.SessionEvent]] = deque()
+        self._num_bytes = 0
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._closed_event = asyncio.Event()
+        self._step: worker_pb2.Step | None = None
+
+    def token(self, token: SampledToken) -> None:
+        """Add to the step under way; `flush` sends it."""
+        if self._step is None:
+            self._step = worker_pb2.Step()
+        step = self._step
+        if token.logprobs is not None:
+            step.logprobs.add(
+                entry=len(step.seq),
+                logprob=token.logprobs.logprob,
+                top_ids=token.logprobs.top_ids,
+                top_logprobs=token.logprobs.top_logprobs,
+            )
+        step.seq.append(token.seq)
+        step.index.append(token.index)
+        step.token.append(token.token)
+        step.flags.append(int(token.finish))
+
+    def ended(self, message: worker_pb2.Ended) -> None:
+        if self._step is None:
+            self._step = worker_pb2.Step()
+        self._step.ended.append(message)
+
+    def flush(self, step: int, load: worker_pb2.Load) -> None:
+        """Send what the step under way has gathered, if anything."""
+        if self._step is not None:
+            self._step.step = max(0, step)
+            self._step.load.CopyFrom(load)
+            self.send(worker_pb2.SessionEvent(step=self._step))
+            self._step = None
+
+    def send(self, event: worker_pb2.SessionEvent) -> None:
+        if self._closed:
+            return
+        size = event.ByteSize()
+        self._outbox.append((time.monotonic(), size, event))
+        self._num_bytes += size
+        self._wake.set()
+        if self._num_bytes > self._max_bytes:
+            self.close(f"outbox over {self._max_bytes} bytes")
+
+    def check_age(self, now_s: float) -> None:
+        if self._outbox and now_s - self._outbox[0][0] > self._max_age_s:
+            self.close(f"outbox {self._max_age_s:g} s behind")
+
+    def close(self, reason: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self.drop_reason = reason
+            self._wake.set()
+            self._closed_event.set()
+
+    async def wait_closed(self) -> None:
+        await self._closed_event.wait()
+
+    async def events(self) -> AsyncIterator[worker_pb2.SessionEvent]:
+        """What to write to the stream; ends when the session is closed."""
+        while not self._closed:
+            while self._outbox and not self._closed:
+                _, size, event = self._outbox[0]
+                yield event
+                self._outbox.popleft()
+                self._num_bytes -= size
+            self._wake.clear()
+            if not self._outbox and not self._closed:
+                await self._wake.wait()
+
+
+class Sessions:
+    """All routers of this worker. Implements worker.role.SessionPort."""
+
+    def __init__(self, *, max_bytes: int, max_age_s: float, on_lost: Callable[[int], None]) -> None:
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._on_lost = on_lost
+        self._by_epoch: dict[int, RouterSession] = {}
+
+    def open(self, router_id: str, router_epoch: int) -> RouterSession:
+        """A router that opens again replaces its old stream; its sequences live on."""
+        old = self._by_epoch.get(router_epoch)
+        if old is not None:
+            old.close("replaced by a newer stream of the same router")
+        session = RouterSession(router_id, router_epoch, max_bytes=self._max_bytes, max_age_s=self._max_age_s)
+        self._by_epoch[router_epoch] = session
+        log.info("session_opened", router=router_id, router_epoch=f"{router_epoch:08x}")
+        return session
+
+    def closed(self, session: RouterSession) -> None:
+        """The stream has ended, whoever ended it; called once per session by the stream itself."""
+        if self._by_epoch.get(session.router_epoch) is not session:
+            return
+        del self._by_epoch[session.router_epoch]
+        log.info("session_closed", router=session.router_id, reason=session.drop_reason)
+        self._on_lost(session.router_epoch)
+
+    def check(self, now_s: float, silence_limit_s: float) -> None:
+        """Close sessions of routers that are silent or too slow."""
+        for session in list(self._by_epoch.values()):
+            session.check_age(now_s)
+            if now_s - session.last_heard_s > silence_limit_s:
+                session.close(f"no heartbeat for {silence_limit_s:g} s")
+
+    def close_all(self, reason: str) -> None:
+        for session in list(self._by_epoch.values()):
+            session.close(reason)
+
+    def flush(self, step: int, load: worker_pb2.Load) -> None:
+        for session in self._by_epoch.values():
+            session.flush(step, load)
+
+    def broadcast(self, event: worker_pb2.SessionEvent) -> None:
+        for session in list(self._by_epoch.values()):
+            session.send(event)
+
+    # --- SessionPort ---
+
+    def has_router(self, seq: int) -> bool:
+        return seq >> 32 in self._by_epoch
+
+    def token(self, token: SampledToken) -> None:
+        session = self._by_epoch.get(token.seq >> 32)
+        if session is not None:
+            session.token(token)
+
+    def ended(self, message: worker_pb2.Ended) -> None:
+        session = self._by_epoch.get(message.seq >> 32)
+        if session is not None:
+            session.ended(message)
+
+    def refused(self, seq: int, error: BatonError) -> None:
+        session = self._by_epoch.get(seq >> 32)
+        if session is not None:
+            session.send(worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=seq, error=error_to_pb(error))))
