@@ -1,0 +1,57 @@
+"""The Control service: control.proto on the outside, a Controller on the inside. Translates, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.errors import BatonError, InvalidRequest
+from baton.request import Role
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from router.controller.controller import Controller
+from router.controller.fleet_state import Announcement
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    async def Announce(
+        self,
+        request: control_pb2.AnnounceRequest,
+        context: grpc.aio.ServicerContext[control_pb2.AnnounceRequest, control_pb2.AnnounceResponse],
+    ) -> control_pb2.AnnounceResponse:
+        try:
+            member = self._controller.announce(_announcement(request.worker))
+        except BatonError as error:
+            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+        return control_pb2.AnnounceResponse(role=worker_pb2.Role.ValueType(member.role), draining=member.draining)
+
+    async def Watch(
+        self,
+        request: control_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[control_pb2.WatchRequest, control_pb2.ControlState],
+    ) -> AsyncIterator[control_pb2.ControlState]:
+        async for state in self._controller.watch():
+            yield state
+
+    async def Report(
+        self,
+        request: control_pb2.RouterReport,
+        context: grpc.aio.ServicerContext[control_pb2.RouterReport, control_pb2.ReportResponse],
+    ) -> control_pb2.ReportResponse:
+        self._controller.report(request)
+        return control_pb2.ReportResponse()
+
+
+def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
+    if not (record.worker_id and record.epoch and record.address):
+        raise InvalidRequest("worker_id, epoch and address must be set", field="worker")
+    try:
+        role = Role(record.role)
+    except ValueError:
+        raise InvalidRequest(f"role {record.role} is none of prefill, decode, both", field="worker.role") from None
+    return Announcement(
+        record.worker_id, record.epoch, record.address, role, record.pid, record.shape, record.fingerprint
+    )

@@ -1,0 +1,265 @@
+"""What the controller knows and does, between its two doors (Control over gRPC, admin over HTTP) and the workers.
+
+Owns the Fleet, one Session to each announced worker (the only way it learns of a death), the SLO revision in force and the
+routers' last reports. Every change wakes all `watch()` streams, which send the whole newest state: a slow router skips
+versions, it never queues them. Knows nothing of Ray. Runs on the event loop; the SLO store's disk runs beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.config import ControllerConfig
+from baton.errors import BatonError, Unavailable
+from baton.ids import new_router_epoch
+from baton.log import get_log
+from baton.request import Role
+from baton.slo import SLO
+from baton.v1 import control_pb2, worker_pb2
+from router.controller.fleet_state import Announcement, Fleet, Member
+from router.controller.slo_store import Revision, SLOStore
+from router.events import Inbox, SequenceEvent, SequenceRefused
+from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
+
+log = get_log("controller")
+
+_CONTROLLER_SEQ = 0  # routers' epochs are never 0, so no sequence has this number: it addresses the worker itself
+_ORDER_S = 5.0  # a worker answers an order within a step and a heartbeat (0.5 s); ten times that is a stuck one
+_MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
+
+
+@dataclass(frozen=True, slots=True)
+class HeardReport:
+    report: control_pb2.RouterReport
+    at_s: float  # monotonic
+
+
+class Controller:
+    """Create it inside a running event loop."""
+
+    def __init__(self, config: ControllerConfig, store: SLOStore) -> None:
+        self.fleet = Fleet()
+        self.slo: Revision = store.current()
+        self._store = store
+        self._identity = SessionIdentity("controller", new_router_epoch())
+        self._liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
+        self._sessions: dict[str, WorkerSession] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._reports: dict[str, HeardReport] = {}
+        self._retired: dict[str, control_pb2.ClassVerdicts] = {}
+        self._changed = asyncio.Event()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close("the controller stops") for session in self._sessions.values()))
+        await asyncio.gather(*self._closing)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def expect(self, worker_id: str, role: Role) -> None:
+        self.fleet.expect(worker_id, role)
+        self._wake()
+
+    def announce(self, said: Announcement) -> Member:
+        """A worker is there: open a Session to it.
+
+        Raises:
+            PeerRefused: a process that was replaced spoke.
+        """
+        member = self.fleet.announce(said)
+        log.info("worker_announced", worker=said.worker_id, epoch=said.epoch, address=said.address, pid=said.pid)
+        session = self._sessions.get(said.worker_id)
+        if session is None or session.address != said.address:
+            self._open_session(member)
+        self._wake()
+        return member
+
+    def start_failed(self, worker_id: str, reason: str) -> None:
+        """Its process never came up, or cannot again."""
+        log.error("worker_start_failed", worker=worker_id, reason=reason)
+        self.fleet.lost(worker_id, self.fleet.get(worker_id).epoch, reason)
+        self._wake()
+
+    def view(self, worker_id: str) -> WorkerView | None:
+        """What the worker last said of itself; None while there is no Session."""
+        session = self._sessions.get(worker_id)
+        return session.view if session else None
+
+    async def drain(self, worker_id: str, draining: bool) -> Member:
+        """Let a worker take no new sequence, or take them again.
+
+        Raises:
+            NotFound: no such worker.
+            Unavailable: it is wanted, but the worker is away; a restarted one is told when it announces itself.
+        """
+        member = self.fleet.want_draining(worker_id, draining)
+        log.info("worker_draining", worker=worker_id, draining=draining)
+        self._wake()
+        await self._order(worker_id, lambda session: session.drain(draining), lambda load: load.draining == draining)
+        return member
+
+    async def set_role(self, worker_id: str, role: Role) -> Member:
+        """Flip a worker in place; it does so when idle.
+
+        Raises:
+            NotFound: no such worker.
+            BatonError: the worker's own refusal, or Unavailable: it is away or busy.
+        """
+        self.fleet.get(worker_id)
+        wanted = worker_pb2.Role.ValueType(role)
+        await self._order(worker_id, lambda session: session.set_role(wanted), lambda load: load.role == wanted)
+        log.info("worker_role", worker=worker_id, role=role.name.lower())
+        member = self.fleet.want_role(worker_id, role)
+        self._wake()
+        return member
+
+    def _open_session(self, member: Member) -> None:
+        worker_id = member.worker_id
+        if old := self._sessions.pop(worker_id, None):
+            task = asyncio.create_task(old.close("the worker restarted"))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        session = WorkerSession(
+            worker_id, member.address, self._identity, self._liveness, lambda: self._on_session(session)
+        )
+        self._sessions[worker_id] = session
+        session.start()
+
+    def _on_session(self, session: WorkerSession) -> None:
+        worker_id = session.worker_id
+        if self._sessions.get(worker_id) is not session:
+            return  # of a process that was replaced
+        if session.view is None:
+            self.fleet.lost(worker_id, self.fleet.get(worker_id).epoch, session.reason)
+        else:
+            self.fleet.heard(worker_id, session.epoch)
+        self._wake()
+
+    async def _order(
+        self, worker_id: str, send: Callable[[WorkerSession], None], obeyed: Callable[[worker_pb2.Load], bool]
+    ) -> None:
+        """Tell a worker something and wait until its load report shows it, or it refuses."""
+        session = self._sessions.get(worker_id)
+        if session is None or session.view is None:
+            reason = session.reason if session else "it has not announced itself"
+            raise Unavailable(f"{worker_id} is away ({reason})", retry_after_s=_ORDER_S)
+        answers = Inbox()
+        session.attach(_CONTROLLER_SEQ, answers)
+        refusal = asyncio.create_task(answers.get())
+        try:
+            async with asyncio.timeout(_ORDER_S):
+                send(session)
+                while session.view is None or not obeyed(session.view.load):
+                    await self._woken_or(refusal)
+                    if refusal.done():
+                        raise _refusal(worker_id, refusal.result())
+        except TimeoutError:
+            raise Unavailable(f"{worker_id} did not comply within {_ORDER_S:g} s; is it busy?") from None
+        finally:
+            session.detach(_CONTROLLER_SEQ)
+            refusal.cancel()
+
+    # -- SLO classes -------------------------------------------------------------------------------------------------
+
+    async def put_slo(self, expected_version: int, classes: Sequence[SLO], who: str, reason: str) -> Revision:
+        """Store a set and push it to the routers.
+
+        Raises:
+            StaleVersion: another version is in force.
+        """
+        revision = await asyncio.to_thread(self._store.replace, expected_version, classes, who, reason)
+        self.slo = max(self.slo, revision, key=lambda r: r.version)
+        log.info("slo_changed", version=revision.version, who=who)
+        self._wake()
+        return revision
+
+    async def slo_history(self, limit: int) -> list[Revision]:
+        return await asyncio.to_thread(self._store.history, limit)
+
+    async def slo_revision(self, version: int) -> Revision:
+        """Raises: NotFound."""
+        return await asyncio.to_thread(self._store.revision, version)
+
+    # -- routers -----------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> AsyncIterator[control_pb2.ControlState]:
+        """Yield the state now and after each change; changes meanwhile are one."""
+        while True:
+            changed = self._changed
+            yield self._state()
+            await changed.wait()
+
+    def report(self, report: control_pb2.RouterReport) -> None:
+        """Take in a router's totals; each report replaces its last one."""
+        self._reports.pop(report.router_id, None)
+        self._reports[report.router_id] = HeardReport(report, time.monotonic())
+        if len(self._reports) > _MAX_REPORTS:
+            oldest = self._reports.pop(next(iter(self._reports)))
+            _add_verdicts(self._retired, oldest.report.verdicts)
+
+    def reports(self) -> list[HeardReport]:
+        """The last one of each router, the freshest last."""
+        return list(self._reports.values())
+
+    def verdicts(self) -> dict[str, control_pb2.ClassVerdicts]:
+        """Totals per class over all routers since this controller started."""
+        totals: dict[str, control_pb2.ClassVerdicts] = {}
+        _add_verdicts(totals, self._retired.values())
+        for heard in self._reports.values():
+            _add_verdicts(totals, heard.report.verdicts)
+        return totals
+
+    def _state(self) -> control_pb2.ControlState:
+        return control_pb2.ControlState(
+            workers=[_record_pb(member) for member in self.fleet.members()],
+            slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.classes]),
+            fleet_version=self.fleet.version,
+        )
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _woken_or(self, other: asyncio.Task[SequenceEvent]) -> None:
+        woken = asyncio.create_task(self._changed.wait())
+        await asyncio.wait({woken, other}, return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+
+
+def _refusal(worker_id: str, event: SequenceEvent) -> BatonError:
+    if isinstance(event, SequenceRefused):
+        return event.error
+    return Unavailable(f"{worker_id} went away meanwhile")
+
+
+def _add_verdicts(totals: dict[str, control_pb2.ClassVerdicts], more: Iterable[control_pb2.ClassVerdicts]) -> None:
+    for verdicts in more:
+        total = totals.setdefault(verdicts.class_name, control_pb2.ClassVerdicts(class_name=verdicts.class_name))
+        total.num_met += verdicts.num_met
+        total.num_missed_ttft += verdicts.num_missed_ttft
+        total.num_missed_tpot += verdicts.num_missed_tpot
+        total.num_missed_itl += verdicts.num_missed_itl
+        total.num_missed_e2e += verdicts.num_missed_e2e
+        total.num_failed += verdicts.num_failed
+
+
+def _record_pb(member: Member) -> control_pb2.WorkerRecord:
+    return control_pb2.WorkerRecord(
+        worker_id=member.worker_id,
+        epoch=member.epoch,
+        address=member.address,
+        role=worker_pb2.Role.ValueType(member.role),
+        shape=member.shape,
+        pid=member.pid,
+        state=member.state,
+        reason=member.reason,
+        fingerprint=member.fingerprint,
+        num_restarts=member.num_restarts,
+    )
+
+
+def _class_pb(slo: SLO) -> control_pb2.SloClass:
+    return control_pb2.SloClass(**dataclasses.asdict(slo))

@@ -1,0 +1,200 @@
+"""The controller process: `python -m router.controller.main --config <file>`, the file being a resolved ClusterConfig in JSON.
+
+    1. open the SLO store, serve Control (gRPC) and the admin endpoint (HTTP)
+    2. print one JSON line: {"ready": true, "pid", "control_address", "admin_port"}; log lines go to stderr
+    3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is
+    4. SIGTERM or SIGINT: stop the actors, close, exit 0
+A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import uvicorn
+
+from baton.config import ClusterConfig, WorkerConfig
+from baton.config_load import from_json
+from baton.errors import BatonError, ConfigError
+from baton.log import configure, get_log
+from baton.request import Role
+from baton.v1 import control_pb2_grpc
+from router.controller.admin_api import Token, make_app
+from router.controller.control_service import ControlService
+from router.controller.controller import Controller
+from router.controller.pools import Placement, RayPools
+from router.controller.slo_store import SQLiteSLOStore
+
+log = get_log("controller.main")
+
+TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
+SLO_FILE = "slo.sqlite"  # in the run folder, unless controller.slo_store says otherwise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m router.controller.main")
+    parser.add_argument("--config", type=Path, required=True)
+    args = parser.parse_args(argv)
+    try:
+        cluster = from_json(ClusterConfig, args.config.read_text(encoding="utf-8"))
+        configure("controller", cluster.controller.log_level)
+        asyncio.run(_serve(cluster))
+    except BatonError as error:
+        print(f"controller: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(cluster: ClusterConfig) -> None:
+    stop = _stop_on_signal()
+    config = cluster.controller
+    run_dir = Path(config.run_dir)
+    store = await asyncio.to_thread(SQLiteSLOStore, Path(config.slo_store or run_dir / SLO_FILE), time.time)
+    controller = Controller(config, store)
+    control = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # a taken port is an error, not a second listener
+    control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
+    control_address = f"{config.host}:{_bind_control(control, config.host, config.control_port)}"
+    await control.start()
+    listener = _bind_admin(config.host, config.admin_port)
+    app = make_app(controller, cluster, read_tokens(run_dir / TOKENS_FILE))
+    admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    serving = asyncio.create_task(admin.serve(sockets=[listener]))
+    _say_ready(control_address, listener.getsockname()[1])
+
+    fleet = _RayFleet(controller, cluster, control_address)
+    starting = asyncio.create_task(fleet.start())
+    await stop.wait()
+    starting.cancel()
+    await fleet.stop()
+    await controller.close()
+    await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out
+    admin.should_exit = True
+    await serving
+
+
+class _RayFleet:
+    """The workers that this controller wants, as Ray actors. Ray's calls block, so they run on threads of their own."""
+
+    def __init__(self, controller: Controller, cluster: ClusterConfig, control_address: str) -> None:
+        self._controller = controller
+        self._config = cluster.controller
+        self._workers = worker_configs(cluster, control_address, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(max_workers=len(self._workers), thread_name_prefix="ray")
+        self._pools: RayPools | None = None
+
+    async def start(self) -> None:
+        """Bring all workers up; failures end as `failed` members, each with its reason."""
+        for worker in self._workers:
+            self._controller.expect(worker.worker_id, Role[worker.role.upper()])
+        loop = asyncio.get_running_loop()
+        config = self._config
+        placement = Placement(config.worker_num_cpus, config.worker_server, config.worker_start_timeout_s)
+        try:
+            pools = await loop.run_in_executor(self._threads, RayPools, config.ray_address, placement)
+            self._pools = pools
+            await loop.run_in_executor(self._threads, pools.check_fits, len(self._workers))
+        except (BatonError, ConnectionError) as error:
+            log.error("ray_failed", reason=str(error))
+            for worker in self._workers:
+                self._controller.start_failed(worker.worker_id, str(error))
+            return
+        await asyncio.gather(*(self._start_one(pools, worker) for worker in self._workers))
+
+    async def _start_one(self, pools: RayPools, worker: WorkerConfig) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, pools.start, worker)
+        except BatonError as error:
+            self._controller.start_failed(worker.worker_id, error.message)
+
+    async def stop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if pools := self._pools:
+            kills = (loop.run_in_executor(self._threads, pools.kill, worker.worker_id) for worker in self._workers)
+            await asyncio.gather(*kills)
+            await loop.run_in_executor(self._threads, pools.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int) -> list[WorkerConfig]:
+    """One WorkerConfig per worker of this host; cores are shared out where engine.num_threads leaves it open."""
+    sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
+    num_workers = sum(sizes.values())
+    num_threads = cluster.engine.num_threads or max(1, num_cores // num_workers)
+    return [
+        WorkerConfig(
+            worker_id=f"{role}-{index}",
+            role=role,
+            host=cluster.controller.host,
+            control_address=control_address,
+            heartbeat_s=cluster.router.heartbeat_s,
+            missed_heartbeats=cluster.router.missed_heartbeats,
+            model=cluster.model,
+            engine=dataclasses.replace(cluster.engine, num_threads=num_threads),
+            kv=cluster.kv,
+            log_level=cluster.controller.log_level,
+        )
+        for role, size in sizes.items()
+        for index in range(size)
+    ]
+
+
+def read_tokens(file: Path) -> list[Token]:
+    """Raises: ConfigError: missing or damaged."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        return [Token(name, str(entry["role"]), str(entry["secret"])) for name, entry in entries.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot read the admin tokens in {file}: {error}", field="controller.run_dir") from error
+
+
+class _AdminServer(uvicorn.Server):
+    """uvicorn without its signal handlers: this process has its own order of stopping."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _stop_on_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def _bind_control(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"control port {port} is taken", field="controller.control_port") from error
+
+
+def _bind_admin(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"admin port {port}: {error.strerror}; move it with --admin-port", field="admin_port"
+        ) from error
+
+
+def _say_ready(control_address: str, admin_port: int) -> None:
+    line = {"ready": True, "pid": os.getpid(), "control_address": control_address, "admin_port": admin_port}
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

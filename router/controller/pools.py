@@ -1,0 +1,124 @@
+"""The worker pools as Ray actors: create, wait, kill. The only module under router/ that imports ray.
+
+Actors are detached and named after their worker, and Ray restarts a dead one for ever, so neither the controller's death nor
+a worker's takes the pool along. Nothing of a request passes here. Every wait has a deadline of its own, because Ray waits for
+ever for a placement that cannot be. Methods block: call them from threads, never from the event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from baton.config import WorkerConfig
+from baton.config_load import to_json
+from baton.errors import ConfigError, WorkerLost
+from worker.actor import RemoteWorker, WorkerActor
+
+NAMESPACE = "baton"
+_STOP_S = 3.0  # a worker that is asked to stop closes its server at once; then it is killed
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What each worker asks of Ray."""
+
+    num_cpus: float
+    server: str  # "module:class" that the actor shell runs
+    start_timeout_s: float
+
+
+class RayPools:
+    """Connects as Ray's one driver. Create it off the main thread: ray.init takes over SIGTERM there."""
+
+    def __init__(self, ray_address: str, placement: Placement) -> None:
+        self._placement = placement
+        ray.init(
+            address=ray_address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+
+    def check_fits(self, num_workers: int) -> None:
+        """Compare what the workers need with what Ray has, before asking it to wait for the impossible.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        has = float(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
+        need = num_workers * self._placement.num_cpus
+        if need > has:
+            raise ConfigError(
+                f"Ray cannot place {num_workers} workers: they need {need:g} CPU, it has {has:g};"
+                " lower --prefill/--decode or controller.worker_num_cpus",
+                field="controller.worker_num_cpus",
+            )
+
+    def start(self, config: WorkerConfig) -> str:
+        """Create the worker's actor, or find the one that lives, and return its address once it serves.
+
+        Raises:
+            ConfigError: it cannot be placed, or its own start failed; one line says why.
+            WorkerLost: it died while starting.
+        """
+        deadline_s = time.monotonic() + self._placement.start_timeout_s
+        try:
+            actor = self._create(config)
+            return str(ray.get(actor.address.remote(), timeout=max(0.0, deadline_s - time.monotonic())))
+        except GetTimeoutError:
+            raise ConfigError(
+                self._timeout_reason(config.worker_id), field="controller.worker_start_timeout_s"
+            ) from None
+        except RayActorError as error:
+            raise WorkerLost(f"{config.worker_id} did not start: {_cause(error)}") from error
+        except RayError as error:
+            raise WorkerLost(f"Ray could not start {config.worker_id}: {_cause(error)}") from error
+
+    def kill(self, worker_id: str) -> None:
+        """Stop the worker for good; one that is not there is fine."""
+        try:
+            actor = ray.get_actor(worker_id, NAMESPACE)
+        except ValueError:
+            return
+        with contextlib.suppress(RayError):  # stuck or dying: the kill below ends it all the same
+            ray.get(actor.stop.remote(), timeout=_STOP_S)
+        ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+    def _create(self, config: WorkerConfig) -> ActorHandle[WorkerActor]:
+        actor = RemoteWorker.options(
+            name=config.worker_id,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=self._placement.num_cpus,
+        ).remote(to_json(config), self._placement.server)
+        return cast("ActorHandle[WorkerActor]", actor)  # ray's own type also allows for a class
+
+    def _timeout_reason(self, worker_id: str) -> str:
+        free = float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
+        waited = f"{self._placement.start_timeout_s:g} s"
+        if free < self._placement.num_cpus:
+            return (
+                f"Ray cannot place {worker_id}: it needs {self._placement.num_cpus:g} CPU, {free:g} is free after"
+                f" {waited}; lower --prefill/--decode"
+            )
+        return f"{worker_id} did not serve within {waited}; see its log, or raise controller.worker_start_timeout_s"
+
+
+def _cause(error: RayError) -> str:
+    """The last line of Ray's message, which ends with the exception that the actor raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

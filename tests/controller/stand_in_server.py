@@ -1,0 +1,90 @@
+"""A worker without an engine: announces itself, answers heartbeats, drains and changes its role. For the actor shell."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from baton.config import WorkerConfig
+from baton.errors import ConfigError
+from baton.ids import new_epoch
+from baton.request import Role
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.wire import PROTOCOL_VERSION
+
+
+class StandInServer(worker_pb2_grpc.WorkerServicer):
+    fingerprint = "stand-in"
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.model.path == "broken":
+            raise ConfigError("model.path = 'broken': no such model", field="model.path")
+        self.epoch = new_epoch()
+        self.busy = config.model.path == "busy"  # refuses to change its role
+        self._config = config
+        self._load = worker_pb2.Load(role=worker_pb2.Role.ValueType(Role[config.role.upper()]))
+        self._stopping = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(max_workers=8))
+
+    def start(self) -> int:
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        self._server.start()
+        if self._config.control_address:
+            self._announce(port)
+        return port
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.stop(grace=None).wait()
+
+    def Session(
+        self, request_iterator: Iterator[worker_pb2.SessionRequest], context: Any
+    ) -> Iterator[worker_pb2.SessionEvent]:
+        for request in request_iterator:
+            if self._stopping.is_set():
+                return
+            yield self._answer(request)
+
+    def _answer(self, request: worker_pb2.SessionRequest) -> worker_pb2.SessionEvent:
+        kind = request.WhichOneof("message")
+        if kind == "open":
+            opened = worker_pb2.Opened(
+                worker_id=self._config.worker_id,
+                epoch=self.epoch,
+                role=self._load.role,
+                load=self._load,
+                protocol_version=PROTOCOL_VERSION,
+            )
+            return worker_pb2.SessionEvent(opened=opened)
+        if kind == "set_role" and self.busy:
+            error = worker_pb2.ErrorInfo(code="overloaded", message="2 sequences are open")
+            return worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=0, error=error))
+        if kind == "set_role":
+            self._load.role = request.set_role.role
+        if kind == "drain":
+            self._load.draining = request.drain.draining
+        if kind == "heartbeat":
+            reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self._load)
+            return worker_pb2.SessionEvent(heartbeat=reply)
+        return worker_pb2.SessionEvent(load=self._load)
+
+    def _announce(self, port: int) -> None:
+        record = control_pb2.WorkerRecord(
+            worker_id=self._config.worker_id,
+            epoch=self.epoch,
+            address=f"{self._config.host}:{port}",
+            role=self._load.role,
+            pid=os.getpid(),
+            fingerprint=self.fingerprint,
+        )
+        with grpc.insecure_channel(self._config.control_address) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            wanted = stub.Announce(control_pb2.AnnounceRequest(worker=record), timeout=10)
+        self._load.role = wanted.role
+        self._load.draining = wanted.draining
