@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.model_files import KNOWN_MODELS, KnownModel, file_sha256, known_model_path
+from baton.model_store import KNOWN_MODELS, KnownModel, file_sha256, known_model_path
 
 _MAX_FILE_BYTES = 1 << 30  # of an unpacked weight file; the demo model's is 93 MB
 _FETCH_TIMEOUT_S = 1_800.0  # half an hour: 100 MB at 0.5 Mbit/s
