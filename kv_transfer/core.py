@@ -7,8 +7,8 @@ Every command is answered by events, never by a return value:
     open_incoming   exactly one Committed or IncomingClosed in the end; Incomplete before it, at most `max_resends` times
 
 so a close command for something that ended by itself, or never was, changes and emits nothing. Opening the same ticket (peer,
-generation) again renews its time. Events are delivered from `poll`, never from inside a command, so a handler may give
-commands. Runs on the KV thread, or in a single-threaded test that calls `poll` itself.
+generation) again renews its time. Events are delivered from `advance`, never from inside a command, so a handler may give
+commands. Runs on the KV thread, or in a single-threaded test that calls `poll`.
 """
 
 from __future__ import annotations
@@ -164,13 +164,27 @@ class PlaneCore:
     # Driving
 
     def poll(self, now_s: float) -> bool:
-        """Move everything on and deliver events; False where nothing happened, so that the caller may sleep."""
+        """`receive`, then `advance`: one turn where commands come from the same thread."""
+        moved = self.receive(now_s)
+        return self.advance() or moved
+
+    def receive(self, now_s: float) -> bool:
+        """Let the transport move bytes and set the present for the commands that follow.
+
+        Commands given before a peer sent a frame must be carried out before that frame is judged. A thread that takes
+        commands from others therefore carries out what is queued between `receive` and `advance`.
+        """
         self._now_s = now_s
         moved = self._transport.progress(now_s)
-        timers_due = now_s >= self._next_timer_s
-        if moved or self._busy or timers_due:
-            self._busy = self._poll_pairs(now_s, timers_due)
-        return self.deliver_events() or moved or self._busy
+        self._busy |= moved
+        return moved
+
+    def advance(self) -> bool:
+        """Judge, send, expire and deliver events; False where nothing happened, so that the caller may sleep."""
+        timers_due = self._now_s >= self._next_timer_s
+        if self._busy or timers_due:
+            self._busy = self._poll_pairs(self._now_s, timers_due)
+        return self.deliver_events() or self._busy
 
     def deliver_events(self) -> bool:
         """Call on_event with what has happened; whether anything had."""

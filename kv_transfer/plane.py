@@ -154,11 +154,12 @@ class KVPlane:
         self._shut_down()
 
     def _turn(self) -> bool:
-        """Poll once, then carry out waiting commands at the instant of that poll; whether anything happened."""
+        """Receive, carry out what is queued, advance; whether anything happened. The order matters: see core.receive."""
         now_s = time.monotonic()
-        busy = self._core.poll(now_s) or bool(self._commands)
+        busy = self._core.receive(now_s) or bool(self._commands)
         while self._commands:
             self._commands.popleft()()
+        busy |= self._core.advance()
         self._stale |= busy
         if self._stale and (not busy or now_s - self._published_s >= PUBLISH_PERIOD_S):
             self._publish(now_s)
