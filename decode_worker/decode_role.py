@@ -328,6 +328,9 @@ class DecodeRole:
             return None
         return decode
 
+    def queued_tokens(self) -> list[int]:
+        return []  # reservations that wait are in the engine, which counts them
+
     def num_open(self) -> int:
         return len(self._open)
 

@@ -411,6 +411,10 @@ class PrefillRole:
             return None
         return prefill
 
+    def queued_tokens(self) -> list[int]:
+        waiting = (State.QUEUED, State.RESERVING)
+        return [len(p.request.token_ids) for p in self._open.values() if p.state in waiting]
+
     def num_open(self) -> int:
         return len(self._open)
 

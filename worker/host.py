@@ -252,7 +252,8 @@ class WorkerHost:
         self.sessions.broadcast(worker_pb2.SessionEvent(cache_delta=delta))
 
     def _flush(self, step: int) -> None:
-        self.sessions.flush(step, self.load())
+        if self.sessions.has_unsent():
+            self.sessions.flush(step, self.load())
 
     # --- the KV plane ---
 
@@ -300,12 +301,13 @@ class WorkerHost:
     def load(self) -> worker_pb2.Load:
         engine = self._engine_load
         kv = self._plane.load()
+        queued_tokens = [tokens for role in self._roles for tokens in role.queued_tokens()]
         return worker_pb2.Load(
             role=worker_pb2.Role.ValueType(self.role),
             draining=self.draining or self._next_role is not None,
             num_running=engine.num_running,
-            num_waiting=engine.num_waiting,
-            waiting_tokens=engine.waiting_tokens,
+            num_waiting=engine.num_waiting + len(queued_tokens),
+            waiting_tokens=engine.waiting_tokens + sum(queued_tokens),
             active_blocks=engine.active_blocks,
             reserved_blocks=engine.reserved_blocks,
             cached_blocks=engine.cached_blocks,

@@ -104,6 +104,10 @@ class Role(Protocol):
         """Seqs whose tickets on `peer` are still wanted; each link ping renews them."""
         ...
 
+    def queued_tokens(self) -> list[int]:
+        """Prompt tokens of each request that waits here, before the engine has it."""
+        ...
+
     def num_open(self) -> int:
         """Sequences, tickets and leases that this role still answers for; 0 = idle."""
         ...

@@ -12,9 +12,9 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
-from engine.torch_runner import load_torch_runner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
@@ -22,10 +22,12 @@ from baton.config import WorkerConfig
 from baton.errors import ConfigError
 from baton.ids import new_epoch
 from baton.log import get_log
-from baton.model_files import ModelFiles, load_model_files
+from baton.model_files import load_model_files
+from baton.model_spec import ModelSpec
 from baton.v1 import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
+from engine.ports import Runner
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane
 from worker.host import RoleBuilder, WorkerHost
@@ -48,11 +50,37 @@ def _load_builder(dotted: str) -> RoleBuilder:
     return builder
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what is known of it."""
+
+    spec: ModelSpec
+    runner: Runner
+
+
+def load_torch_model(config: WorkerConfig) -> LoadedModel:
+    """Read the model's files and weights.
+
+    Raises:
+        ConfigError: missing or damaged files, too little memory.
+    """
+    from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
+
+    files = load_model_files(config.model.path)
+    return LoadedModel(files.spec, load_torch_runner(files, config.engine, config.model.dtype))
+
+
 class WorkerServer:
     """A worker as a thing to start and stop, from any thread but its own."""
 
-    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_fatal: Callable[[BaseException], None] | None = None,
+        load_model: Callable[[WorkerConfig], LoadedModel] = load_torch_model,
+    ) -> None:
         self._config = config
+        self._load_model = load_model
         self._on_fatal_user = on_fatal
         self.epoch = new_epoch()
         self.port = 0
@@ -112,24 +140,23 @@ class WorkerServer:
 
     async def _serve(self) -> None:
         config = self._config
-        files = load_model_files(config.model.path)
-        runner = load_torch_runner(files, config.engine, config.model.dtype)
-        layout = runner.kv_cache.layout
-        self.fingerprint = files.spec.fingerprint
+        model = self._load_model(config)
+        kv_cache = model.runner.kv_cache
+        self.fingerprint = model.spec.fingerprint
         engine = LocalEngine(
             config.engine,
-            runner,
+            model.runner,
             fingerprint=self.fingerprint,
-            eos_token_ids=files.spec.eos_token_ids,
-            max_model_len=max_model_len(config, files),
+            eos_token_ids=model.spec.eos_token_ids,
+            max_model_len=max_model_len(config, model.spec),
         )
-        plane = KVPlane(runner.kv_cache, config.kv, self.epoch, self._forward_kv_event)
+        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event)
         plane.start()
         try:
-            host = WorkerHost(
+            self._host = WorkerHost(
                 config,
-                self._identity(files, runner.kv_cache.num_blocks),
-                self._hello(files, plane.address, layout_to_pb(layout)),
+                self._identity(model.spec, kv_cache.num_blocks),
+                self._hello(model.spec, plane.address, layout_to_pb(kv_cache.layout)),
                 engine,
                 plane,
                 _load_builder(config.prefill_role),
@@ -137,8 +164,7 @@ class WorkerServer:
                 self._loop,
                 self._on_fatal,
             )
-            self._host = host
-            await self._serve_host(host)
+            await self._serve_host(self._host)
         finally:
             await self._loop.run_in_executor(None, plane.stop)
 
@@ -201,21 +227,21 @@ class WorkerServer:
 
     # --- who we are ---
 
-    def _identity(self, files: ModelFiles, num_blocks: int) -> worker_pb2.Opened:
+    def _identity(self, spec: ModelSpec, num_blocks: int) -> worker_pb2.Opened:
         config = self._config
         return worker_pb2.Opened(
             worker_id=config.worker_id,
             epoch=self.epoch,
-            model=config.model.served_name or files.spec.name,
-            fingerprint=files.spec.fingerprint,
-            max_model_len=max_model_len(config, files),
+            model=config.model.served_name or spec.name,
+            fingerprint=spec.fingerprint,
+            max_model_len=max_model_len(config, spec),
             num_blocks=num_blocks,
             block_size=config.engine.block_size,
             max_num_seqs=config.engine.max_num_seqs,
         )
 
-    def _hello(self, files: ModelFiles, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:
-        spec, kv = files.spec, self._config.kv
+    def _hello(self, spec: ModelSpec, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:
+        kv = self._config.kv
         return kv_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self._config.worker_id,
@@ -235,6 +261,6 @@ class WorkerServer:
         )
 
 
-def max_model_len(config: WorkerConfig, files: ModelFiles) -> int:
+def max_model_len(config: WorkerConfig, spec: ModelSpec) -> int:
     """The context limit: the model's own, or the smaller one configured."""
-    return min(config.model.max_model_len or files.spec.max_model_len, files.spec.max_model_len)
+    return min(config.model.max_model_len or spec.max_model_len, spec.max_model_len)

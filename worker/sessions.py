@@ -59,6 +59,10 @@ class RouterSession:
             self._step = worker_pb2.Step()
         self._step.ended.append(message)
 
+    @property
+    def has_unsent(self) -> bool:
+        return self._step is not None
+
     def flush(self, step: int, load: worker_pb2.Load) -> None:
         """Send what the step under way has gathered, if anything."""
         if self._step is not None:
@@ -141,6 +145,9 @@ class Sessions:
     def close_all(self, reason: str) -> None:
         for session in list(self._by_epoch.values()):
             session.close(reason)
+
+    def has_unsent(self) -> bool:
+        return any(session.has_unsent for session in self._by_epoch.values())
 
     def flush(self, step: int, load: worker_pb2.Load) -> None:
         for session in self._by_epoch.values():

@@ -1,0 +1,54 @@
+"""Whole workers in this process, with a scripted engine that verifies every byte of KV it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from baton.config import EngineConfig, KVTransferConfig, WorkerConfig
+from baton.kv_layout import KVLayout
+from baton.model_spec import ModelSpec
+from baton.v1 import worker_pb2
+from engine.scripted_runner import ScriptedRunner
+from worker.server import LoadedModel, WorkerServer
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+EOS = 7
+SPEC = ModelSpec(
+    name="scripted", architecture="llama", num_layers=2, hidden_size=32, ffn_size=64, num_heads=2, num_kv_heads=2,
+    head_dim=16, vocab_size=1_000, rope_theta=10_000.0, norm_eps=1e-5, max_model_len=2_048, tie_embeddings=True,
+    eos_token_ids=(EOS,), weights_hash="w", tokenizer_hash="t",
+)  # fmt: skip
+
+
+class ScriptedWorker:
+    """One WorkerServer whose runner is at hand."""
+
+    def __init__(self, config: WorkerConfig, num_blocks: int = 256, spec: ModelSpec = SPEC) -> None:
+        self.runner = ScriptedRunner(LAYOUT, num_blocks)
+        self.server = WorkerServer(config, load_model=lambda _: LoadedModel(spec, self.runner))
+        self.config = config
+
+    @property
+    def peer(self) -> worker_pb2.Peer:
+        return worker_pb2.Peer(worker_id=self.config.worker_id, epoch=self.server.epoch, address=self.server.address)
+
+
+def worker_config(worker_id: str, role: str, **kv: object) -> WorkerConfig:
+    transfer = dataclasses.replace(KVTransferConfig(transport="loopback"), **kv)  # type: ignore[arg-type]
+    return WorkerConfig(worker_id, role=role, engine=EngineConfig(chunk_tokens=64), kv=transfer)
+
+
+@contextlib.asynccontextmanager
+async def running(*workers: ScriptedWorker) -> AsyncIterator[None]:
+    """Start them, and stop them whatever happens."""
+    started: list[ScriptedWorker] = []
+    try:
+        for worker in workers:
+            worker.server.start()
+            started.append(worker)
+        yield
+    finally:
+        for worker in reversed(started):
+            worker.server.stop()
