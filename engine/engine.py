@@ -11,12 +11,12 @@ ends with an error and its blocks are free.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 
 from baton.config import EngineConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Overloaded, Unavailable
+from baton.log import get_log
 from baton.request import Request
 from engine.block_pool import BlockPool
 from engine.ports import Batch, BatchEntry, EngineLoad, Runner, SequenceEnded, StepResult
@@ -25,7 +25,7 @@ from engine.scheduler import Chunk, Outcome, Plan, Scheduler, failed
 from engine.sequence import StopRules
 
 STEP_MEAN_WEIGHT = 1 / 8  # of the newest step in step_ms: the smoothing of RFC 6298 (SRTT), about the last 8 steps
-_log = logging.getLogger(__name__)
+log = get_log("engine")
 
 
 class LocalEngine:
@@ -116,10 +116,10 @@ class LocalEngine:
             samples = self._runner.run(Batch([_entry(chunk) for chunk in chunks]))
             if [sample is not None for sample in samples] != [chunk.sample for chunk in chunks]:
                 raise Internal("the runner did not answer every entry of its batch")
-        except Exception as exception:  # noqa: BLE001 - the model boundary: whatever a runner raises ends sequences, not the worker
+        except Exception as exception:  # the model boundary: whatever it raises ends sequences, not the worker
             error = _to_error(exception)
-            for chunk in chunks:
-                _log.error("run failed", extra={"request_id": chunk.sequence.request.request_id, "error": error.code})
+            request_ids = [chunk.sequence.request.request_id for chunk in chunks]
+            log.exception("run_failed", code=error.code, request_ids=request_ids)
             return [error] * len(chunks)
         return list(samples)
 

@@ -10,8 +10,8 @@ A step, in this order, within max_num_batched_tokens:
   2. prefill chunks of running sequences, at most chunk_tokens each.
   3. starts: the sequence first in the queue is admitted, or the first reservation granted, whichever comes first by
      (priority, arrival). Blocks for all its tokens are set aside at once. Where they are not there, nobody overtakes: so
-     nobody starves. Where only a seat or budget is missing, reservations may pass. No reservation is granted while a
-     preempted sequence waits.
+     nobody starves. Where only a seat or budget is missing, reservations may pass, but never a preempted sequence of their
+     own or a higher priority. Among themselves reservations are first come, first served, whatever their priority.
 
 Watermark: a start must leave one available block for each sequence that decodes here or will (running ones and granted
 reservations), so that it is not paid for with an immediate preemption. With nothing running the watermark is 0, so
@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 
 from baton.config import EngineConfig
@@ -247,10 +248,16 @@ class Scheduler:
         """The one sequence or reservation that may start now."""
         has_seat = budget > 0 and len(self._running) < self._config.max_num_seqs
         heads = self._waiting[:1] if has_seat else []
-        if self._queued and not any(sequence.is_preempted for sequence in self._waiting):
+        if self._queued and not self._waits_for_preempted(self._queued[0]):
             heads = [*heads, self._queued[0]]
         head = min(heads, key=_order, default=None)
         return head if head is not None and self._fits(head) else None
+
+    def _waits_for_preempted(self, reservation: Sequence) -> bool:
+        """Whether a preempted sequence of its own or a higher priority has no blocks: new work must not take them."""
+        order = reservation.order
+        ahead = takewhile(lambda sequence: sequence.order < order, self._waiting)
+        return any(sequence.is_preempted for sequence in ahead)
 
     def _fits(self, sequence: Sequence) -> bool:
         hits = self._cache.lookup(sequence)
