@@ -1,0 +1,17 @@
+"""Registers `baton bench serve | compare | ping | shipping`. Each sub-command sets `run`, a callable(args) -> exit status.
+
+Imports nothing heavy: no torch, ray or transformers, here or below.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bench import compare, ping, serve_cli, shipping
+
+
+def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("bench", help="measure a cluster from its clients' side")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (serve_cli, compare, ping, shipping):
+        command.add_parser(commands)

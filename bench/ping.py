@@ -1,0 +1,132 @@
+"""`baton bench ping`: how long a worker's and the router's event loops keep a caller waiting while the engine decodes.
+
+Health.Check over gRPC, first on an idle cluster, then while `--batch` calls decode; p50 and p99 of both. DESIGN section 7 holds
+p99 to 5 ms at batch 32. The load runs in a process of its own, so the pings do not wait for the load generator's loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import serving_pb2, serving_pb2_grpc
+from bench.client import CallFailed
+from bench.cluster import COLOCATED, DISAGGREGATED, Cluster, ClusterError, running
+from bench.measure import Percentiles, percentiles
+from bench.report import dump, format_ms, this_machine
+from bench.serve_cli import positive_float, positive_int
+
+LIMIT_MS = 5.0  # DESIGN section 7
+PING_TIMEOUT_S = 10.0
+LOAD_OUTPUT_TOKENS = 1_000  # longer than the measurement, so that the batch stays whole
+BATCH_TIMEOUT_S = 120.0  # all prompts prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class PingRow:
+    address: str
+    state: str  # idle | decoding
+    ping_ms: Percentiles
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("ping", help="gRPC ping p99 while the engine decodes")
+    parser.set_defaults(run=main)
+    add = parser.add_argument
+    add("--batch", type=positive_int, default=32, help="calls that decode at once (%(default)s)")
+    add("--duration", type=positive_float, default=10.0, help="seconds of pings in each state (%(default)s)")
+    add("--interval-ms", type=positive_float, default=10.0, help="between pings (%(default)s)")
+    add("--colocated", action="store_true", help="one worker for both roles")
+    add(
+        "--ping", action="append", default=[], metavar="HOST:PORT", help="ping this too, e.g. a worker; may be repeated"
+    )
+    add("--json", type=Path, help="write the result to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        rows = asyncio.run(measure(args))
+    except (ClusterError, CallFailed, OSError, grpc.aio.AioRpcError) as error:
+        print(f"baton bench ping: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{this_machine()}\n\n| gRPC ping of | cluster | n | p50 ms | p99 ms | max ms |\n|---|---|---:|---:|---:|---:|"
+    )
+    for row in rows:
+        ms = row.ping_ms
+        print(
+            f"| {row.address} | {row.state} | {ms.n} | {format_ms(ms.p50)} | {format_ms(ms.p99)} | {format_ms(ms.max)} |"
+        )
+    if args.json:
+        args.json.write_bytes(dump({"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}))
+    return 1 if any(row.state == "decoding" and row.ping_ms.p99 > LIMIT_MS for row in rows) else 0
+
+
+async def measure(args: argparse.Namespace) -> list[PingRow]:
+    async with running(COLOCATED if args.colocated else DISAGGREGATED) as cluster:
+        addresses = [f"127.0.0.1:{cluster.grpc_port}", *args.ping]
+        rows = await ping_all(addresses, "idle", args)
+        async with decoding(cluster, args.batch):
+            rows += await ping_all(addresses, "decoding", args)
+        return rows
+
+
+async def ping_all(addresses: list[str], state: str, args: argparse.Namespace) -> list[PingRow]:
+    times = await asyncio.gather(*(ping(address, args.duration, args.interval_ms / 1e3) for address in addresses))
+    return [PingRow(address, state, percentiles(ms)) for address, ms in zip(addresses, times, strict=True)]
+
+
+async def ping(address: str, duration_s: float, interval_s: float) -> list[float]:
+    """Round trips, ms, one at a time."""
+    times_ms = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        await check(health_pb2.HealthCheckRequest(), timeout=PING_TIMEOUT_S)  # connects
+        ends_s = time.perf_counter() + duration_s
+        while (started_s := time.perf_counter()) < ends_s:
+            await check(health_pb2.HealthCheckRequest(), timeout=PING_TIMEOUT_S)
+            times_ms.append(1e3 * (time.perf_counter() - started_s))
+            await asyncio.sleep(interval_s)
+    return times_ms
+
+
+@asynccontextmanager
+async def decoding(cluster: Cluster, batch: int) -> AsyncGenerator[None, None]:
+    """Keep `batch` calls decoding, from another process."""
+    baton = Path(sys.executable).with_name("baton")
+    flags = ("--input-len", "16", "--output-len", str(LOAD_OUTPUT_TOKENS), "--warmup", "0", "--no-progress")
+    load = await asyncio.create_subprocess_exec(
+        baton, "bench", "serve", "--target", cluster.grpc_target, "--concurrency", str(batch), "--num-requests",
+        str(100 * batch), *flags, stdout=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        await until_decoding(cluster, batch, load)
+        yield
+        if load.returncode is not None:
+            raise ClusterError(f"the load ended with status {load.returncode} before the pings did")
+    finally:
+        if load.returncode is None:
+            load.terminate()
+        await load.wait()
+
+
+async def until_decoding(cluster: Cluster, batch: int, load: asyncio.subprocess.Process) -> None:
+    """Wait until as many sequences run and none waits."""
+    ends_s = time.monotonic() + BATCH_TIMEOUT_S
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        stub = serving_pb2_grpc.ServingStub(channel)
+        while time.monotonic() < ends_s and load.returncode is None:
+            loads = await stub.GetLoads(serving_pb2.GetLoadsRequest(), timeout=PING_TIMEOUT_S)
+            if max((worker.num_running for worker in loads.workers), default=0) >= batch:
+                return
+            await asyncio.sleep(0.1)
+    raise ClusterError(f"{batch} calls did not decode at once within {BATCH_TIMEOUT_S:g} s")
