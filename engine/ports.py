@@ -62,7 +62,8 @@ class KVCache(Protocol):
 class Runner(Protocol):
     """Computes one step. Implementations: torch (engine/torch_runner.py), and scripted ones for tests."""
 
-    kv_cache: KVCache
+    @property
+    def kv_cache(self) -> KVCache: ...
 
     def run(self, batch: Batch) -> list[Sample | None]:
         """One result per entry, None where it was not to be sampled. Blocks are complete when this returns."""
