@@ -1,0 +1,45 @@
+"""All tensors a model needs, each checked against the shape its spec implies.
+
+A tensor that is missing, misshapen or not expected (an unknown bias, say, which would be left out silently) is a ConfigError.
+Shapes are compared before a tensor is made, so a hostile file cannot ask for more memory than the spec does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.model_files import ModelFiles
+from engine.loading.gguf_weights import GGUFSource
+from engine.loading.safetensors_weights import SafetensorsSource
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read the tensors named by `shapes`. Returns fresh tensors, owned by the caller. Raises: ConfigError."""
+    kind = GGUFSource if files.kind == "gguf" else SafetensorsSource
+    weights: dict[str, Tensor] = {}
+    for path in files.weights:
+        source = kind(path, files.spec)
+        found = source.shapes()
+        for name, shape in found.items():
+            if name not in shapes:
+                if source.may_ignore(name):
+                    continue
+                raise _unusable(path, f"tensor {name} is not part of a {files.spec.architecture} model like this one")
+            if shape != shapes[name]:
+                raise _unusable(path, f"tensor {name} is {list(shape)}, the configuration says {list(shapes[name])}")
+            weights[name] = source.read(name).to(dtype)
+    missing = sorted(shapes.keys() - weights.keys())
+    if missing:
+        raise _unusable(files.weights[0], f"tensor {missing[0]} is missing ({len(missing)} in all)")
+    return weights
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path}: {why}: fetch the model again", field="model.path")

@@ -1,0 +1,1 @@
+"""Model code in torch: one file per architecture, a table of them, and the parts they share."""

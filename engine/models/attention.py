@@ -1,0 +1,174 @@
+"""Attention of one step over paged KV: decodes batched in groups, prefill chunks one sequence at a time.
+
+Query heads that share a KV head ride as rows of one matrix, so grouped-query attention copies no keys. A group's keys are
+gathered from their blocks into one padded tensor; groups are cut so that this copy stays in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.ports import BatchEntry
+
+# Padded tokens that one decode group gathers. See docs of `decode_groups`.
+GROUP_TOKENS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences with one new token each, at rows [first, last) of the flat batch; M blocks each, padded."""
+
+    first: int
+    last: int
+    block_ids: Tensor  # [B * M]
+    mask: Tensor | None  # [B, 1, 1, M * S], True = attend
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prefill chunk at rows [first, last) of the flat batch."""
+
+    first: int
+    last: int
+    block_ids: Tensor | None  # [M], of all tokens before the chunk's end; None = the chunk starts at position 0
+    num_tokens: int  # before the chunk's end
+    mask: Tensor | None  # [last - first, num_tokens], True = attend; None = plain causal
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A Batch as the model wants it: T tokens in one flat row, decodes first."""
+
+    order: list[int]  # entry indices in row order
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T], block * S + offset: where each token's K and V go
+    decodes: list[DecodeGroup]
+    chunks: list[Chunk]
+    sampled_rows: Tensor  # [R]
+    sampled_entries: list[int]  # [R], entry indices
+
+
+def lay_out(entries: Sequence[BatchEntry], block_size: int) -> StepTensors:
+    """Order the entries (decodes by length, then chunks) and build every index tensor of the step."""
+    singles = sorted((i for i, e in enumerate(entries) if len(e.token_ids) == 1), key=lambda i: entries[i].start)
+    order = singles + [i for i, e in enumerate(entries) if len(e.token_ids) > 1]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    chunks: list[Chunk] = []
+    last_rows: list[int] = []
+    for i in order:
+        entry = entries[i]
+        first, end = len(token_ids), entry.start + len(entry.token_ids)
+        token_ids.extend(entry.token_ids)
+        positions.extend(range(entry.start, end))
+        table = entry.block_table
+        slots.extend(table[p // block_size] * block_size + p % block_size for p in range(entry.start, end))
+        last_rows.append(len(token_ids) - 1)
+        if len(entry.token_ids) > 1:
+            chunks.append(_chunk(entry, first, block_size))
+    sampled = [(row, i) for row, i in zip(last_rows, order, strict=True) if entries[i].sample]
+    return StepTensors(
+        order=order,
+        token_ids=torch.tensor(token_ids),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        decodes=decode_groups([entries[i] for i in singles], block_size),
+        chunks=chunks,
+        sampled_rows=torch.tensor([row for row, _ in sampled], dtype=torch.int64),
+        sampled_entries=[i for _, i in sampled],
+    )
+
+
+def decode_groups(entries: Sequence[BatchEntry], block_size: int) -> list[DecodeGroup]:
+    """Cut decodes, sorted by length, into groups of at most GROUP_TOKENS padded tokens (one sequence at least)."""
+    groups: list[DecodeGroup] = []
+    first = 0
+    while first < len(entries):
+        last = first + 1
+        while last < len(entries) and (last + 1 - first) * (entries[last].start + block_size) <= GROUP_TOKENS:
+            last += 1
+        groups.append(_decode_group(entries[first:last], first, block_size))
+        first = last
+    return groups
+
+
+def _decode_group(entries: Sequence[BatchEntry], first: int, block_size: int) -> DecodeGroup:
+    num_blocks = entries[-1].start // block_size + 1  # the longest is last
+    padded: list[int] = []
+    for entry in entries:
+        used = list(entry.block_table[: entry.start // block_size + 1])
+        padded += used + used[-1:] * (num_blocks - len(used))  # masked, so any valid block will do
+    lengths = torch.tensor([entry.start + 1 for entry in entries])  # [B]
+    mask = torch.arange(num_blocks * block_size) < lengths[:, None, None, None]  # [B, 1, 1, M * S]
+    return DecodeGroup(first, first + len(entries), torch.tensor(padded), mask)
+
+
+def _chunk(entry: BatchEntry, first: int, block_size: int) -> Chunk:
+    length = len(entry.token_ids)
+    end = entry.start + length
+    if entry.start == 0:
+        return Chunk(first, first + length, None, end, None)
+    blocks = torch.tensor(entry.block_table[: -(-end // block_size)])
+    mask = torch.ones(length, end, dtype=torch.bool).tril(entry.start)  # query i sees keys up to start + i
+    return Chunk(first, first + length, blocks, end, mask)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, step: StepTensors) -> Tensor:
+    """Write this step's K and V to their slots, then attend.
+
+    q [T, H, D]; k, v [T, K, D] of this step; layer [2, N, S, K, D] = one layer of the cache. Returns [T, H * D].
+    """
+    num_kv_heads, head_dim = k.shape[1:]
+    for component, new in enumerate((k, v)):
+        layer[component].view(-1, num_kv_heads, head_dim).index_copy_(0, step.slots, new.to(layer.dtype))
+    out = torch.empty_like(q)  # [T, H, D]
+    for group in step.decodes:
+        out[group.first : group.last] = _attend_decodes(q[group.first : group.last], layer, group)
+    for chunk in step.chunks:
+        rows = slice(chunk.first, chunk.last)
+        out[rows] = _attend_chunk(q[rows], k[rows], v[rows], layer, chunk)
+    return out.flatten(1)
+
+
+def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
+    """Attend from q [B, H, D] to each row's own blocks. Returns [B, H, D]."""
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = layer.shape[3]
+    keys, values = (
+        layer[component].index_select(0, group.block_ids).view(batch, -1, num_kv_heads, head_dim).to(q.dtype)
+        for component in (0, 1)
+    )  # [B, M * S, K, D]
+    grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, K, H / K, D]
+    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask)
+    return out.reshape(batch, num_heads, head_dim)
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, chunk: Chunk) -> Tensor:
+    """Attend from one sequence's q [n, H, D] to all its tokens so far. Returns [n, H, D]."""
+    num_kv_heads, head_dim = k.shape[1:]
+    if chunk.block_ids is None:
+        keys, values = k.to(layer.dtype).to(q.dtype), v.to(layer.dtype).to(q.dtype)  # rounded as if read from the cache
+    else:
+        keys, values = (
+            layer[component]
+            .index_select(0, chunk.block_ids)
+            .view(-1, num_kv_heads, head_dim)[: chunk.num_tokens]
+            .to(q.dtype)
+            for component in (0, 1)
+        )  # [tokens, K, D]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        enable_gqa=q.shape[1] != num_kv_heads,
+    )  # [1, H, n, D]
+    return out[0].transpose(0, 1)

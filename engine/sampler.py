@@ -1,0 +1,129 @@
+"""From logits to tokens. Each row follows its own parameters and depends on nothing else in the batch.
+
+Order, which is vLLM's where vLLM defines one (docs/design/logits_processors, v1 sampler):
+
+    1 logprobs are taken from the raw logits      5 presence and frequency penalty (output only, OpenAI's formula)
+    2 logit_bias                                  6 temperature; 0 = the best token, the lowest id among equals
+    3 min_tokens: EOS and stop ids are forbidden  7 top_k, top_p, min_p: each may only raise a threshold on the logits
+    4 repetition penalty (prompt and output)      8 draw: one uniform number against the cumulative distribution by id
+
+Tokens that equal the last one kept by top_k or top_p are kept too (as in Hugging Face's top_k), so no result depends on how a
+sort breaks ties. The draw walks ids upward, which needs no sort of the vocabulary. EOS ids are not forbidden by min_tokens
+under ignore_eos, where they stop nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.errors import Internal
+from baton.request import Logprobs
+from engine.ports import BatchEntry, Sample
+from engine.randomness import uniform
+
+_MIN_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM; dividing by less overflows
+_FIRST_TOP = 256  # candidates that top_p looks at first; it widens eightfold while their sum is short of top_p
+
+
+def sample(logits: Tensor, entries: Sequence[BatchEntry], eos_token_ids: Sequence[int]) -> list[Sample]:
+    """Draw one token per row of logits [R, V], fp32; `logits` is the caller's no more.
+
+    Raises: Internal where a row's best logit is not a number, rather than answer with noise.
+    """
+    if not entries:
+        return []
+    logprobs = _raw_logprobs(logits, entries)
+    for row, entry in zip(logits, entries, strict=True):
+        _adjust(row, entry, eos_token_ids)
+    best, tokens = logits.max(-1)  # [R]; the first of equals
+    if not all(map(math.isfinite, best.tolist())):
+        raise Internal("the model's logits are not finite")
+    chosen: list[int] = tokens.tolist()
+    random = [i for i, entry in enumerate(entries) if entry.sampling.temperature >= _MIN_TEMPERATURE]
+    if random:
+        drawn = _draw(logits[random], [entries[i] for i in random])
+        for i, token in zip(random, drawn, strict=True):
+            chosen[i] = token
+    return [Sample(token, _logprobs(logprobs.get(i), token, entries[i])) for i, token in enumerate(chosen)]
+
+
+def _raw_logprobs(logits: Tensor, entries: Sequence[BatchEntry]) -> dict[int, Tensor]:
+    """Return log_softmax [V] of the rows that want logprobs, before anything touches them."""
+    return {i: logits[i].log_softmax(-1) for i, e in enumerate(entries) if e.sampling.num_logprobs is not None}
+
+
+def _logprobs(row: Tensor | None, token: int, entry: BatchEntry) -> Logprobs | None:
+    if row is None:
+        return None
+    top = row.topk(min(entry.sampling.num_logprobs or 0, len(row)))
+    return Logprobs(row[token].item(), tuple(top.indices.tolist()), tuple(top.values.tolist()))
+
+
+def _adjust(row: Tensor, entry: BatchEntry, eos_token_ids: Sequence[int]) -> None:
+    """Steps 2 to 5, in place on row [V]."""
+    params = entry.sampling
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row.index_add_(0, torch.tensor(ids), torch.tensor(biases, dtype=row.dtype))
+    if len(entry.output_ids) < params.min_tokens:
+        forbidden = params.stop_token_ids + (() if params.ignore_eos else tuple(eos_token_ids))
+        row[list(forbidden)] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*entry.prompt_ids, *entry.output_ids}))
+        old = row[seen]
+        row[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and entry.output_ids:
+        counts = Counter(entry.output_ids)
+        penalties = torch.tensor(list(counts.values()), dtype=row.dtype) * params.frequency_penalty
+        row[torch.tensor(list(counts))] -= penalties + params.presence_penalty
+
+
+def _draw(logits: Tensor, entries: Sequence[BatchEntry]) -> list[int]:
+    """Steps 6 to 8 for rows [R, V] with a temperature."""
+    temperatures = torch.tensor([entry.sampling.temperature for entry in entries], dtype=logits.dtype)[:, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures  # [R, V], at most 0: any temperature is safe
+    for row, entry in zip(scaled, entries, strict=True):
+        row[row < _threshold(row, entry)] = -torch.inf
+    cumulative = scaled.softmax(-1).double().cumsum(-1)  # [R, V]
+    totals = cumulative[:, -1:]
+    points = torch.tensor([_uniform(entry) for entry in entries], dtype=torch.float64)[:, None] * totals
+    points = points.minimum(torch.nextafter(totals, torch.zeros_like(totals)))  # a product may round up to the total
+    tokens = torch.searchsorted(cumulative, points, right=True)  # the first whose sum exceeds the point: never weight 0
+    drawn: list[int] = tokens[:, 0].tolist()
+    return drawn
+
+
+def _threshold(row: Tensor, entry: BatchEntry) -> float:
+    """Return the lowest scaled logit that top_k, then top_p, then min_p keep. row [V], its maximum is 0."""
+    params = entry.sampling
+    lowest = -math.inf
+    if 0 < params.top_k < len(row):
+        lowest = row.topk(params.top_k).values[-1].item()
+    if params.top_p < 1.0:
+        lowest = max(lowest, _top_p_threshold(row[row >= lowest], params.top_p))
+    if params.min_p > 0.0:
+        lowest = max(lowest, math.log(params.min_p))
+    return lowest
+
+
+def _top_p_threshold(kept: Tensor, top_p: float) -> float:
+    """Return the last logit of the smallest set of best tokens whose probability reaches top_p. kept [n]."""
+    goal = top_p * kept.double().exp().sum()
+    width = min(_FIRST_TOP, len(kept))
+    while True:
+        best = kept.topk(width).values  # descending
+        reached = best.double().exp().cumsum(0) >= goal
+        if reached.any() or width == len(kept):
+            last = int(reached.int().argmax()) if reached.any() else width - 1
+            return best[last].item()
+        width = min(8 * width, len(kept))
+
+
+def _uniform(entry: BatchEntry) -> float:
+    params = entry.sampling
+    return uniform(params.seed, params.sample_index, entry.start + len(entry.token_ids))

@@ -1,0 +1,97 @@
+"""Computes a step with torch: lay out the batch, one forward pass, sample. Runs on the engine thread only.
+
+Entries come in any order and any mixture; results come back in theirs. When `run` returns, the blocks are complete: on a CPU
+nothing runs behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from baton.kv_layout import DTYPE_BYTES
+from baton.model_files import ModelFiles
+from engine.loading.weights import load_weights
+from engine.models.architecture import ARCHITECTURES
+from engine.models.attention import lay_out
+from engine.models.llama import Llama
+from engine.ports import Batch, Sample
+from engine.sampler import sample
+from engine.torch_kv_cache import TORCH_DTYPES, TorchKVCache
+
+_GIB = 1 << 30
+
+
+class TorchRunner:
+    """A model and its KV cache."""
+
+    def __init__(self, model: Llama, kv_cache: TorchKVCache) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[Sample | None]:
+        """Compute every entry's tokens and sample where asked; see Runner."""
+        results: list[Sample | None] = [None] * len(batch.entries)
+        if not batch.entries:
+            return results
+        step = lay_out(batch.entries, self.kv_cache.layout.block_size)
+        logits = self.model.forward(step, self.kv_cache.blocks)  # [R, V]
+        rows = [batch.entries[i] for i in step.sampled_entries]
+        for i, drawn in zip(step.sampled_entries, sample(logits, rows, self.model.spec.eos_token_ids), strict=True):
+            results[i] = drawn
+        return results
+
+
+def load_torch_runner(files: ModelFiles, engine: EngineConfig, dtype: str, num_blocks: int = 0) -> TorchRunner:
+    """Load the weights and make a KV cache of `num_blocks`, 0 = what `engine` says.
+
+    Raises: ConfigError naming the option, for a dtype we lack, a damaged file or too little memory.
+    """
+    kv_dtype = dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+    for field, value in (("model.dtype", dtype), ("engine.kv_cache_dtype", kv_dtype)):
+        if value not in TORCH_DTYPES:
+            raise ConfigError(f"{field} = {value!r} is not supported: use {', '.join(TORCH_DTYPES)}", field=field)
+    if engine.num_threads:
+        torch.set_num_threads(engine.num_threads)
+    layout = files.spec.kv_layout(kv_dtype, engine.block_size)
+    num_blocks = num_blocks or engine.num_blocks or engine.kv_memory_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {engine.kv_memory_bytes} holds no block ({layout.block_bytes} bytes each): raise it",
+            field="engine.kv_memory_bytes",
+        )
+    _check_memory(files, DTYPE_BYTES[dtype], num_blocks * layout.block_bytes)
+    architecture = ARCHITECTURES[files.spec.architecture]
+    weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
+    return TorchRunner(architecture(files.spec, weights), TorchKVCache(layout, num_blocks))
+
+
+def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:
+    """Refuse before the kernel kills: weights and KV must fit what is free now."""
+    shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
+    weight_bytes = element_bytes * sum(torch.Size(shape).numel() for shape in shapes.values())
+    available_bytes = available_memory_bytes()
+    if weight_bytes + kv_bytes > available_bytes:
+        raise ConfigError(
+            f"weights need {weight_bytes / _GIB:.2f} GiB and KV {kv_bytes / _GIB:.2f} GiB, but {available_bytes / _GIB:.2f} GiB "
+            f"are free: lower engine.kv_memory_bytes or engine.num_blocks, or free memory",
+            field="engine.kv_memory_bytes",
+        )
+
+
+def available_memory_bytes() -> int:
+    """Return what this process may still take: the machine's available memory, or its cgroup's if that is less."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available_bytes = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:  # cgroup v1, or the root group, which has no limit
+        return available_bytes
+    reclaimable_bytes = int(stat.get("inactive_file", 0))
+    return available_bytes if limit == "max" else min(available_bytes, int(limit) - used + reclaimable_bytes)
