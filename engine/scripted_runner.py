@@ -82,11 +82,15 @@ class ScriptedRunner:
     def run(self, batch: Batch) -> list[Sample | None]:
         if self.before_run is not None:
             self.before_run(batch)
-        for entry in batch.entries:
-            self._verify(entry)
-        for entry in batch.entries:
-            self._write(entry)
+        self.compute(batch.entries)
         return [self._sample(entry) if entry.sample else None for entry in batch.entries]
+
+    def compute(self, entries: Sequence[BatchEntry]) -> None:
+        """Verify what the entries read, then write what they compute; tests fill blocks with it, too."""
+        for entry in entries:
+            self._verify(entry)
+        for entry in entries:
+            self._write(entry)
 
     def _verify(self, entry: BatchEntry) -> None:
         """Check the entry against its contract and the KV of all earlier positions against what it must be."""

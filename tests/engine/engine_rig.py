@@ -1,19 +1,20 @@
 """Drives one LocalEngine over a ScriptedRunner and keeps what comes out; after every step it checks what must always hold.
 
-After each step: integrity of pool, queues and cache; gauges that sum to the pool; indices without hole or repeat; no token
-after an end; and every free block poisoned, so that whoever still reads one is found out by the runner.
+After each step: has_work told the truth; integrity of pool, queues and cache; gauges that sum to the pool; indices without
+hole or repeat; no token after an end; and every free block poisoned, so that whoever still reads one is found out.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from baton.config import EngineConfig
 from baton.kv_layout import KVLayout
 from baton.request import FinishReason, Request, SampledToken, SamplingParams
 from engine.engine import LocalEngine
-from engine.ports import Batch, ChunkDone, PrefillEnded, Reservation, SequenceEnded, StepResult
+from engine.ports import Batch, BatchEntry, ChunkDone, PrefillEnded, Reservation, SequenceEnded, StepResult
 from engine.scripted_runner import ScriptedRunner, answer
 
 EOS = 2
@@ -52,7 +53,10 @@ class Rig:
         self.cached_hashes: set[bytes] = set()
 
     def step(self, now_s: float = 0.0) -> StepResult:
+        had_work, before = self.engine.has_work(), self.engine.load()
         result = self.engine.step(now_s)
+        is_empty = replace(result, step=0) == StepResult(step=0)
+        assert had_work is not (is_empty and self.engine.load() == before), "has_work is wrong: it spins, or it sleeps"
         self.results.append(result)
         for token in result.tokens:
             assert token.seq not in self.ended, "a token after the end"
@@ -88,6 +92,15 @@ class Rig:
                 return num_steps
             self.step()
         raise AssertionError(f"still at work after {max_steps} steps")
+
+    def receive(self, request: Request) -> None:
+        """Write the KV that a prefill worker would ship into a reservation's blocks, all but its leading ones."""
+        reservation = self.reserved[request.seq]
+        start = reservation.num_leading_blocks * self.runner.kv_cache.layout.block_size
+        lacking = BatchEntry(
+            request.seq, request.token_ids[start:], start, reservation.block_ids, False, request.sampling
+        )
+        self.runner.compute([lacking])
 
     def output(self, seq: int) -> list[int]:
         return [token.token for token in self.tokens.get(seq, [])]
