@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
+from pathlib import Path
 from typing import Protocol
 
 import ray
@@ -17,6 +17,9 @@ import ray
 from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
+from baton.log import configure, get_log
+
+log = get_log("worker.actor")
 
 
 class Server(Protocol):
@@ -35,9 +38,11 @@ class Server(Protocol):
 class WorkerActor:
     """One worker process."""
 
-    def __init__(self, config_json: str, server_name: str) -> None:
+    def __init__(self, config_json: str, server_name: str, log_dir: str) -> None:
         config = from_json(WorkerConfig, config_json)
-        threading.current_thread().name = config.worker_id
+        if log_dir:
+            _write_to(Path(log_dir, f"{config.worker_id}.log"))
+        configure(config.worker_id, config.log_level)
         self._server = _make_server(server_name, config)
         self._address = f"{config.host}:{self._server.start()}"
 
@@ -55,6 +60,20 @@ class WorkerActor:
 RemoteWorker = ray.remote(WorkerActor)
 
 
+def _write_to(log_file: Path) -> None:
+    """Send stdout and stderr of this process there, native code's too; a restarted worker appends."""
+    fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    for standard_fd in (1, 2):
+        os.dup2(fd, standard_fd)
+    os.close(fd)
+
+
+def _end_process(error: BaseException) -> None:
+    """A worker whose thread died is of no use: leave at once and let Ray start a fresh one."""
+    log.error("worker_ends", reason=type(error).__name__)
+    os._exit(1)
+
+
 def _make_server(name: str, config: WorkerConfig) -> Server:
     module, _, attribute = name.partition(":")
     try:
@@ -63,5 +82,5 @@ def _make_server(name: str, config: WorkerConfig) -> Server:
         raise ConfigError(
             f"controller.worker_server = {name!r} cannot be loaded: {error}", field="worker_server"
         ) from error
-    server: Server = kind(config)
+    server: Server = kind(config, _end_process)
     return server

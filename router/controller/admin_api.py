@@ -20,7 +20,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from google.protobuf.json_format import MessageToDict
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -365,13 +364,24 @@ def _member_json(controller: Controller, member: Member) -> dict[str, object]:
         "pid": member.pid,
         "num_restarts": member.num_restarts,
         "fingerprint": member.fingerprint,
-        "load": _json(view.load) if view else None,
-        "links": [_json(link) for link in view.links.values()] if view else [],
+        "load": _load_json(view.load) if view else None,
+        "links": [_link_json(link) for link in view.links.values()] if view else [],
     }
 
 
-def _json(message: worker_pb2.Load | worker_pb2.LinkStatus) -> dict[str, object]:
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+def _load_json(load: worker_pb2.Load) -> dict[str, object]:
+    gauges = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+    return {**gauges, "role": Role(load.role).name.lower() if load.role else ""}
+
+
+def _link_json(link: worker_pb2.LinkStatus) -> dict[str, object]:
+    return {
+        "peer": link.peer.worker_id,
+        "peer_epoch": f"{link.peer.epoch:016x}",
+        "state": link.state,
+        "transport": link.transport,
+        "reason": link.reason,
+    }
 
 
 def _pool_json(controller: Controller, role: Role) -> dict[str, object]:

@@ -41,6 +41,7 @@ from router.controller.slo_store import SQLiteSLOStore
 log = get_log("controller.main")
 
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
+LOGS_DIR = "logs"  # in the run folder
 SLO_FILE = "slo.sqlite"  # in the run folder, unless controller.slo_store says otherwise
 
 
@@ -67,6 +68,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     control = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # a taken port is an error, not a second listener
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
     control_address = f"{config.host}:{_bind_control(control, config.host, config.control_port)}"
+    fleet = _RayFleet(controller, cluster, control_address)
     await control.start()
     listener = _bind_admin(config.host, config.admin_port)
     app = make_app(controller, cluster, read_tokens(run_dir / TOKENS_FILE))
@@ -74,7 +76,6 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    fleet = _RayFleet(controller, cluster, control_address)
     starting = asyncio.create_task(fleet.start())
     await stop.wait()
     starting.cancel()
@@ -94,14 +95,15 @@ class _RayFleet:
         self._workers = worker_configs(cluster, control_address, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(max_workers=len(self._workers), thread_name_prefix="ray")
         self._pools: RayPools | None = None
+        for worker in self._workers:
+            controller.expect(worker.worker_id, Role[worker.role.upper()])
 
     async def start(self) -> None:
         """Bring all workers up; failures end as `failed` members, each with its reason."""
-        for worker in self._workers:
-            self._controller.expect(worker.worker_id, Role[worker.role.upper()])
         loop = asyncio.get_running_loop()
         config = self._config
-        placement = Placement(config.worker_num_cpus, config.worker_server, config.worker_start_timeout_s)
+        log_dir = str(Path(config.run_dir, LOGS_DIR))
+        placement = Placement(config.worker_num_cpus, config.worker_server, config.worker_start_timeout_s, log_dir)
         try:
             pools = await loop.run_in_executor(self._threads, RayPools, config.ray_address, placement)
             self._pools = pools

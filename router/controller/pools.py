@@ -33,6 +33,7 @@ class Placement:
     num_cpus: float
     server: str  # "module:class" that the actor shell runs
     start_timeout_s: float
+    log_dir: str  # a file per worker; "" = Ray's own
 
 
 class RayPools:
@@ -104,7 +105,7 @@ class RayPools:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=self._placement.num_cpus,
-        ).remote(to_json(config), self._placement.server)
+        ).remote(to_json(config), self._placement.server, self._placement.log_dir)
         return cast("ActorHandle[WorkerActor]", actor)  # ray's own type also allows for a class
 
     def _timeout_reason(self, worker_id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ from baton.wire import PROTOCOL_VERSION
 class StandInServer(worker_pb2_grpc.WorkerServicer):
     fingerprint = "stand-in"
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
         if config.model.path == "broken":
             raise ConfigError("model.path = 'broken': no such model", field="model.path")
         self.epoch = new_epoch()

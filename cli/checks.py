@@ -1,0 +1,127 @@
+"""Looks before anything is started: ports, model files, memory, /dev/shm. Each failure is one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from baton.config import LOOPBACK, ClusterConfig
+from baton.errors import ConfigError
+from baton.kv_layout import DTYPE_BYTES
+from baton.model_files import load_model_files
+from baton.model_spec import ModelSpec
+from cli.processes import process_name
+
+_MIB = 1 << 20
+# Resident sizes measured on x86-64 Linux, 2 cores: Ray head with agents 390 MiB, controller 150, router 200; a worker
+# process before its weights (Python, torch, UCX) 350.
+_CLUSTER_BYTES = 740 * _MIB
+_WORKER_BYTES = 350 * _MIB
+# Ray's object store (80 MB, touched only when used) stays in /dev/shm, as do UCX's queues: 20 MiB per worker and peer at most.
+_RAY_SHM_BYTES = 80_000_000
+_UCX_SHM_BYTES = 20 * _MIB
+
+
+def check_all(config: ClusterConfig) -> None:
+    """Raises: ConfigError: the first thing that would make the start fail."""
+    for port, what, flag in (
+        (config.router.http_port, "HTTP", "--http-port"),
+        (config.router.grpc_port, "gRPC", "--grpc-port"),
+        (config.controller.admin_port, "admin", "--admin-port"),
+    ):
+        check_port(port, what, flag)
+    spec = load_model_files(config.model.path).spec
+    check_memory(config, spec, available_bytes())
+    check_shared_memory(config, _free_bytes(Path("/dev/shm")))
+
+
+def check_port(port: int, what: str, flag: str) -> None:
+    """Raises: ConfigError: somebody listens there, or we may not."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"{what} port {port} cannot be used ({_who_listens(port) or error.strerror}); choose another with {flag}",
+                field=flag,
+            ) from None
+
+
+def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None:
+    """Raises: ConfigError: weights and KV of all workers do not fit into `available` bytes."""
+    num_workers = config.prefill + config.decode + config.both
+    weights = num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
+    need = _CLUSTER_BYTES + num_workers * (_WORKER_BYTES + weights + _kv_bytes(config, spec))
+    if need > available:
+        raise ConfigError(
+            f"{num_workers} workers need about {need / 2**30:.1f} GiB of memory ({weights / 2**30:.1f} GiB weights and"
+            f" {_kv_bytes(config, spec) / 2**30:.1f} GiB KV each), {available / 2**30:.1f} GiB is available; lower"
+            " --kv-memory-bytes or the number of workers",
+            field="engine.kv_memory_bytes",
+        )
+
+
+def check_shared_memory(config: ClusterConfig, free: int) -> None:
+    """Raises: ConfigError: /dev/shm cannot hold what Ray and UCX put there."""
+    num_workers = config.prefill + config.decode + config.both
+    need = _RAY_SHM_BYTES + num_workers * num_workers * _UCX_SHM_BYTES
+    if need > free:
+        raise ConfigError(
+            f"/dev/shm has {free / _MIB:.0f} MiB free, {num_workers} workers need {need / _MIB:.0f} MiB; free some, or"
+            f" enlarge it (docker run --shm-size={-(-need // _MIB) + 64}m)",
+            field="/dev/shm",
+        )
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Weights of a decoder-only transformer with gated FFN: embeddings, then per layer q, k, v, o and three FFN matrices."""
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    return embeddings + spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+
+
+def available_bytes() -> int:
+    """What this process and its children may still take: the machine's, or less where a cgroup says so."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        return min(fields["MemAvailable"], int(text) - int(used.read_text()))
+    return fields["MemAvailable"]
+
+
+def _kv_bytes(config: ClusterConfig, spec: ModelSpec) -> int:
+    if not config.engine.num_blocks:
+        return config.engine.kv_memory_bytes
+    dtype = config.model.dtype if config.engine.kv_cache_dtype == "auto" else config.engine.kv_cache_dtype
+    return config.engine.num_blocks * spec.kv_layout(dtype, config.engine.block_size).block_bytes
+
+
+def _free_bytes(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _who_listens(port: int) -> str:
+    """ "taken by pid 7 (python -m x)" for a listener of this user; "taken" for another's; "" for none."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
+            fields = line.split()
+            local, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:  # 0A = LISTEN, linux/net/tcp_states.h
+                inodes.add(f"socket:[{inode}]")
+    if not inodes:
+        return ""
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            owner = os.readlink(fd)
+        except OSError:
+            continue
+        if owner in inodes:
+            pid = int(fd.parts[2])
+            return f"taken by pid {pid}: {process_name(pid)}"
+    return "taken"

@@ -1,0 +1,75 @@
+"""`baton demo`: up on free ports, one chat prompt, one table, down. Exit status 0 only if all worked and nothing is left."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.config import LOOPBACK, ClusterConfig
+from baton.errors import BatonError
+from baton.v1 import serving_pb2
+from cli.chat import show_stats, stream_chat
+from cli.checks import check_all
+from cli.cluster import Cluster, ClusterFailed
+from cli.options import add_config_flags, load_config
+from cli.signals import Interrupted, Signals
+from cli.terminal import say
+from cli.up import explain, report_left
+
+if TYPE_CHECKING:
+    from cli.parsers import Commands
+
+PROMPT = "Explain in three sentences why the sky is blue."
+_MAX_TOKENS = 96
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("demo", help="start a cluster, ask it one question, show the timings, stop it")
+    parser.add_argument("--prompt", default=PROMPT)
+    add_config_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = _on_free_ports(args, load_config(args).config)
+    check_all(config)
+    with Signals() as signals:
+        cluster = Cluster(config, signals)
+        try:
+            cluster.start()
+            _ask(cluster, args.prompt)
+            status = 0
+        except Interrupted:
+            status = 130  # 128 + SIGINT
+        except (ClusterFailed, BatonError) as error:
+            explain(error)
+            status = 1
+        return report_left(cluster.stop(remove_folder=status == 0)) or status
+
+
+def _ask(cluster: Cluster, prompt: str) -> None:
+    say(f"\n> {prompt}")
+    messages = [serving_pb2.ChatMessage(role="user", content=prompt)]
+    sampling = serving_pb2.Sampling(max_tokens=_MAX_TOKENS, temperature=0.0)
+    with grpc.insecure_channel(f"{LOOPBACK}:{cluster.config.router.grpc_port}") as channel:
+        answer = stream_chat(channel, messages, sampling, _write)
+    print()
+    show_stats(answer.done)
+
+
+def _on_free_ports(args: argparse.Namespace, config: ClusterConfig) -> ClusterConfig:
+    """A port that no flag names is picked by the system: a demo must not fail because something else runs here."""
+    return dataclasses.replace(
+        config,
+        router=dataclasses.replace(config.router, http_port=args.http_port or 0, grpc_port=args.grpc_port or 0),
+        controller=dataclasses.replace(config.controller, admin_port=args.admin_port or 0),
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

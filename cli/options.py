@@ -1,0 +1,66 @@
+"""Command-line flags that set configuration: one row each, all ending in `baton.config_load.load`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config_load import Loaded, load
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    name: str
+    path: str  # in ClusterConfig
+    kind: Callable[[str], object]
+    help: str
+
+
+FLAGS = (
+    Flag("--prefill", "prefill", int, "prefill workers"),
+    Flag("--decode", "decode", int, "decode workers"),
+    Flag("--model", "model.path", str, "a known name, a Hugging Face directory or a .gguf file"),
+    Flag("--dtype", "model.dtype", str, "compute dtype"),
+    Flag("--max-model-len", "model.max_model_len", int, "tokens of prompt and answer; 0 = the model's own"),
+    Flag("--http-port", "router.http_port", int, "OpenAI HTTP API"),
+    Flag("--grpc-port", "router.grpc_port", int, "gRPC API"),
+    Flag("--admin-port", "controller.admin_port", int, "admin endpoint; also names the cluster on this machine"),
+    Flag("--block-size", "engine.block_size", int, "tokens per KV block"),
+    Flag("--num-blocks", "engine.num_blocks", int, "KV blocks per worker; 0 = from --kv-memory-bytes"),
+    Flag("--kv-memory-bytes", "engine.kv_memory_bytes", int, "KV memory per worker"),
+    Flag("--kv-cache-dtype", "engine.kv_cache_dtype", str, "auto = the compute dtype"),
+    Flag("--max-num-seqs", "engine.max_num_seqs", int, "sequences that decode in one step"),
+    Flag("--max-num-batched-tokens", "engine.max_num_batched_tokens", int, "token budget of one step"),
+    Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk"),
+    Flag("--num-threads", "engine.num_threads", int, "torch threads per worker; 0 = cores / workers"),
+    Flag("--ucx-tls", "kv.ucx_tls", str, "UCX transports, such as tcp or posix,sysv,self"),
+    Flag("--drain-s", "controller.drain_s", float, "longest wait for running calls at the end"),
+)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("configuration", "file <- BATON__SECTION__NAME in the environment <- these flags")
+    group.add_argument("--config", type=Path, help="YAML file")
+    for flag in FLAGS:
+        group.add_argument(flag.name, type=flag.kind, default=None, help=flag.help)
+    group.add_argument(
+        "--colocated", action="store_true", help="one worker that does both; no prefill and decode pools"
+    )
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
+
+
+def load_config(args: argparse.Namespace) -> Loaded:
+    """Merge file, environment and flags. Raises: ConfigError."""
+    flags: dict[str, tuple[str, object]] = {}
+    for flag in FLAGS:
+        value = getattr(args, flag.name.strip("-").replace("-", "_"))
+        if value is not None:
+            flags[flag.path] = (flag.name, value)
+    if args.colocated:
+        flags |= {path: ("--colocated", size) for path, size in (("prefill", 0), ("decode", 0), ("both", 1))}
+    if args.no_prefix_cache:
+        flags["engine.prefix_cache"] = ("--no-prefix-cache", False)
+    return load(args.config, os.environ, flags)

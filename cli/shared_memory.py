@@ -1,0 +1,59 @@
+"""Shared-memory files that a run leaves behind: found by comparing /dev/shm before and after, removed when nobody uses them.
+
+Ray and UCX unlink theirs when they close in order; a SIGKILLed worker cannot. A file counts as the run's if it appeared since
+this object was made, belongs to this user, and no living process has it mapped: another run's files are always mapped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_FOLDER = Path("/dev/shm")
+
+
+class SharedMemory:
+    def __init__(self) -> None:
+        self._before = {entry.name for entry in _FOLDER.iterdir()}
+
+    def clean(self) -> list[str]:
+        """Remove the run's files.
+
+        Returns:
+            Those that could not be removed, one line each.
+        """
+        new = [entry for entry in _FOLDER.iterdir() if entry.name not in self._before and _is_mine(entry)]
+        in_use = _mapped(new)
+        left = []
+        for entry in new:
+            if entry in in_use:
+                continue
+            try:
+                entry.unlink(missing_ok=True)
+            except OSError as error:
+                left.append(f"shared memory {entry} ({error.strerror})")
+        return left
+
+
+def _is_mine(entry: Path) -> bool:
+    try:
+        return entry.is_file() and entry.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _mapped(entries: Iterable[Path]) -> set[Path]:
+    """Those of `entries` that a process of this user maps or holds open."""
+    wanted = {str(entry): entry for entry in entries}
+    if not wanted:
+        return set()
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
+            targets = {os.readlink(fd) for fd in (process / "fd").iterdir()}
+        except OSError:
+            continue  # gone, or another user's
+        found.update(entry for name, entry in wanted.items() if name in maps or name in targets)
+    return found

@@ -1,0 +1,105 @@
+"""`baton status`: workers, their load and links, SLO classes and verdicts of a running cluster; --json for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from cli.running import RunningCluster, add_cluster_flag
+from cli.terminal import output, table
+
+if TYPE_CHECKING:
+    from cli.parsers import Commands
+
+_VERDICTS = ("met", "ttft", "tpot", "itl", "e2e", "failed")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("status", help="workers, links and SLO classes of a running cluster")
+    parser.add_argument("--json", action="store_true", help="print the admin endpoint's answers")
+    add_cluster_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    cluster = RunningCluster.find(args.admin_port)
+    workers, slo = cluster.get("/admin/v1/workers"), cluster.get("/admin/v1/slo")
+    if args.json:
+        print(json.dumps({"cluster": {**_record_json(cluster)}, "workers": workers["workers"], "slo": slo}, indent=2))
+        return 0
+    _show_workers(workers)
+    _show_links(workers)
+    _show_slo(slo)
+    return 0
+
+
+def _record_json(cluster: RunningCluster) -> dict[str, object]:
+    record = cluster.record
+    return {
+        "pid": record.pid,
+        "http_port": record.http_port,
+        "grpc_port": record.grpc_port,
+        "admin_port": record.admin_port,
+        "pids": record.pids,
+    }
+
+
+# The three functions below read JSON of our own endpoint, of the same version as this command.
+
+
+def _show_workers(answer: dict[str, Any]) -> None:
+    rows = [_worker_row(worker, worker["load"]) for worker in answer["workers"]]
+    columns = [
+        "worker",
+        "role",
+        "state",
+        "pid",
+        "restarts",
+        "epoch",
+        "running",
+        "waiting",
+        "active",
+        "reserved",
+        "cached",
+    ]
+    table("Workers", [*columns, "free blocks", "steps"], rows)
+    for worker in answer["workers"]:
+        if worker["reason"]:
+            output.print(f"{worker['worker_id']}: {worker['reason']}", markup=False, soft_wrap=True)
+
+
+def _worker_row(worker: dict[str, Any], load: dict[str, Any] | None) -> list[str]:
+    row = [worker[key] for key in ("worker_id", "role", "state", "pid", "num_restarts", "epoch")]
+    gauges = (
+        "num_running",
+        "num_waiting",
+        "active_blocks",
+        "reserved_blocks",
+        "cached_blocks",
+        "free_blocks",
+        "num_steps",
+    )
+    return [str(cell) for cell in row] + [str(load[key]) if load else "-" for key in gauges]
+
+
+def _show_links(answer: dict[str, Any]) -> None:
+    rows = [
+        [worker["worker_id"], link["peer"], link["state"], link["transport"] or "-", link["reason"]]
+        for worker in answer["workers"]
+        for link in worker["links"]
+    ]
+    if rows:
+        table("KV links", ["from", "to", "state", "transport", "reason"], rows)
+
+
+def _show_slo(answer: dict[str, Any]) -> None:
+    rows = []
+    for name, targets in answer["classes"].items():
+        verdicts = answer["verdicts"].get(name, {})
+        share = verdicts.get("attainment")
+        shown = [f"{targets['ttft_ms']:g}", f"{targets['tpot_ms']:g}", f"{targets['percentile']:.0%}"]
+        counts = [str(verdicts.get(verdict, 0)) for verdict in _VERDICTS]
+        rows.append([name, *shown, "-" if share is None else f"{share:.1%}", *counts])
+    columns = ["class", "TTFT ms", "TPOT ms", "goal", "met %", *_VERDICTS]
+    table(f"SLO classes, version {answer['version']}", columns, rows)
