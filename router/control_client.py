@@ -1,0 +1,93 @@
+"""The router's two conversations with the controller: `Watch` tells it the fleet and the SLO classes, `Report` says what its
+clients saw, once a second.
+
+The controller may be away at any time: the last state stays in force and both are tried again. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from baton.log import get_log
+from baton.v1 import control_pb2, control_pb2_grpc
+from router.fleet import Fleet
+from router.session import CHANNEL_OPTIONS
+from router.slo_watch import SloWatch
+
+log = get_log("router.control")
+
+RETRY_S = 0.5  # one heartbeat (DESIGN section 5); SLO changes must be in force within a second
+REPORT_S = 1.0
+CALL_TIMEOUT_S = 5.0  # an answer that takes longer is of no use to a report each second
+
+
+class ControlClient:
+    """Runs until closed."""
+
+    def __init__(
+        self, address: str, router_id: str, fleet: Fleet, slo_watch: SloWatch, num_inflight: Callable[[], int]
+    ) -> None:
+        self._address = address
+        self._router_id = router_id
+        self._fleet = fleet
+        self._slo_watch = slo_watch
+        self._num_inflight = num_inflight
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._report())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        told = True  # one line per outage
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+                    stub = control_pb2_grpc.ControlStub(channel)
+                    async for state in stub.Watch(control_pb2.WatchRequest(router_id=self._router_id)):
+                        told = False
+                        self._fleet.apply(state.workers)
+                        self._slo_watch.apply(state.slo)
+            except grpc.aio.AioRpcError as error:
+                if not told:
+                    log.warning("controller_away", reason=error.details() or error.code().name)
+                    told = True
+            await asyncio.sleep(RETRY_S)
+
+    async def _report(self) -> None:
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            while True:
+                try:
+                    await stub.Report(self._current(), timeout=CALL_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    log.debug("report_failed", reason=error.details() or error.code().name)
+                await asyncio.sleep(REPORT_S)
+
+    def _current(self) -> control_pb2.RouterReport:
+        return control_pb2.RouterReport(
+            router_id=self._router_id,
+            slo_version=self._slo_watch.version,
+            verdicts=self._slo_watch.totals(),
+            workers=[
+                control_pb2.WorkerView(
+                    worker_id=endpoint.worker_id,
+                    epoch=endpoint.session.epoch,
+                    state=endpoint.state,
+                    load=endpoint.session.view.load if endpoint.session.view else None,
+                    links=endpoint.session.view.links.values() if endpoint.session.view else (),
+                )
+                for endpoint in self._fleet.endpoints
+            ],
+            num_inflight=self._num_inflight(),
+            pid=os.getpid(),
+        )

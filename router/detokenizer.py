@@ -1,0 +1,168 @@
+"""From token ids to text, piece by piece: UTF-8 that is never cut, and stop strings that are never shown.
+
+`TokenTable` says which bytes each token stands for (special tokens stand for none). `TextStream` turns one sequence's
+tokens into text:
+    bytes -> characters   bytes of an unfinished character wait for the rest; U+FFFD appears only where the model itself
+                          wrote bytes that are no UTF-8. A character cut by max_tokens or a stop string is left out of
+                          the text (its token ids are still reported); one cut by the model's own end of text is U+FFFD.
+    characters -> text    the longest tail that may be the start of a stop string waits; it is released as soon as it
+                          cannot be one, and at the end
+Joined pieces equal the text of a unary answer because both come from here. Stop strings are looked for behind the first
+`min_tokens` tokens only. Pure; one object per sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Characters that byte-level BPE vocabularies write for bytes. Source: GPT-2's encoder.py, bytes_to_unicode."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + rank): byte for rank, byte in enumerate(hidden)})
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()
+_SPACE_MARK = "\u2581"  # SentencePiece's visible space
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """Bytes of every token id; b"" for special ones and for holes in the vocabulary."""
+
+    token_bytes: Sequence[bytes]
+    special_bytes: Mapping[int, bytes]  # what a special token is called, for logprobs
+
+    @classmethod
+    def from_tokenizer_json(cls, text: str, vocab_size: int) -> TokenTable:
+        """Read vocabulary, added tokens and decoder of a tokenizer.json.
+
+        Raises:
+            ConfigError: a decoder that is neither byte-level nor SentencePiece-like.
+        """
+        data = json.loads(text)
+        to_bytes = _byte_level if _uses(data.get("decoder"), "ByteLevel") else _sentence_piece
+        if to_bytes is _sentence_piece and not _uses(data.get("decoder"), "ByteFallback", "Metaspace", "Replace"):
+            raise ConfigError("tokenizer.json has a decoder that is neither byte-level nor SentencePiece-like",
+                              field="model.path")  # fmt: skip
+        table = [b""] * vocab_size
+        for token, token_id in _vocab_items(data["model"]["vocab"]):
+            if token_id < vocab_size:
+                table[token_id] = to_bytes(token)
+        special: dict[int, bytes] = {}
+        for added in data.get("added_tokens", []):
+            if added["id"] < vocab_size:
+                content = added["content"].encode()
+                table[added["id"]] = b"" if added["special"] else content
+                if added["special"]:
+                    special[added["id"]] = content
+        return cls(table, special)
+
+    def name(self, token_id: int) -> bytes:
+        """The bytes to show for a token in a list of logprobs."""
+        return self.special_bytes.get(token_id) or self.token_bytes[token_id]
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest token: no text of B bytes has fewer than B / longest tokens."""
+        return max(map(len, self.token_bytes), default=1) or 1
+
+
+def _vocab_items(vocab: object) -> list[tuple[str, int]]:
+    """BPE and WordPiece keep a map, Unigram a list of [token, score]."""
+    if isinstance(vocab, dict):
+        return [(str(token), int(token_id)) for token, token_id in vocab.items()]
+    assert isinstance(vocab, list)
+    return [(str(entry[0]), token_id) for token_id, entry in enumerate(vocab)]
+
+
+def _uses(decoder: object, *kinds: str) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") in kinds or any(_uses(part, *kinds) for part in decoder.get("decoders", []))
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[character] for character in token)
+    except KeyError:  # an added token outside the alphabet stands for itself
+        return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+class StopMatcher:
+    """Holds back what may become a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.match: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is now safe to show; sets `match` when a stop string is complete."""
+        text = self._held + text
+        self._held = ""
+        found = [(text.index(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            position, self.match = min(found)
+            return text[:position]
+        held = max((self._tail(text, stop) for stop in self._stops), default=0)
+        if held:
+            text, self._held = text[:-held], text[-held:]
+        return text
+
+    def flush(self) -> str:
+        """The end: what was held back was no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _tail(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        for length in range(min(len(text), len(stop) - 1), 0, -1):
+            if text.endswith(stop[:length]):
+                return length
+        return 0
+
+
+class TextStream:
+    """One sequence's text. Push tokens in order, then finish once."""
+
+    def __init__(self, table: TokenTable, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.match
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; perhaps none."""
+        self._num_tokens += 1
+        text = self._utf8.decode(self._table.token_bytes[token_id])
+        return text if self._num_tokens <= self._min_tokens else self._stops.push(text)
+
+    def finish(self, *, cut: bool) -> str:
+        """Release what waits. `cut`: the model had more to say, so an unfinished character is left out."""
+        if self.stop_match is not None:
+            return ""
+        unfinished = "" if cut else self._utf8.decode(b"", final=True)
+        safe = self._stops.push(unfinished) if unfinished else ""
+        return safe if self.stop_match is not None else safe + self._stops.flush()

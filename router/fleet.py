@@ -1,0 +1,274 @@
+"""The workers this router may use: one Endpoint each, kept in line with what the controller (or a static list) says.
+
+The fleet is told whole (`apply`), never patched, so a lost message cannot leave a ghost. While the controller is away the
+last fleet stays. Sessions live and die with their Endpoint; liveness is the Session's own business, never the controller's.
+Every count of work in flight is a Hold, tied to a `with` block. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.errors import Unavailable
+from baton.log import get_log
+from baton.request import Role
+from baton.v1 import control_pb2, worker_pb2
+from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
+from router.session import Liveness, SessionIdentity, WorkerSession
+
+log = get_log("router.fleet")
+
+RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """The largest sequence that some worker of each pool can hold. Tokens."""
+
+    max_model_len: int
+    prefill_tokens: int
+    decode_tokens: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """At least one token must fit behind the prompt; the last token generated needs no KV."""
+        return min(self.prefill_tokens, self.decode_tokens, self.max_model_len - 1)
+
+
+@dataclass(slots=True)
+class Hold:
+    """One sequence's share of an Endpoint's load, as this router knows it before the worker reports it. Tokens."""
+
+    waiting_tokens: int
+    used_tokens: int
+
+
+class Endpoint:
+    """A worker as the router sees it."""
+
+    def __init__(self, session: WorkerSession, role: Role) -> None:
+        self.session = session
+        self.told_draining = False  # by the controller, before the worker says so itself
+        self.last_chosen = 0
+        self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
+        self._role = role  # until the worker says its own
+        self._holds: dict[int, Hold] = {}  # by id()
+        self._peers_sent: tuple[int, list[worker_pb2.Peer]] = (0, [])
+
+    @property
+    def worker_id(self) -> str:
+        return self.session.worker_id or self.session.address
+
+    @property
+    def role(self) -> Role:
+        view = self.session.view
+        return Role(view.load.role or view.opened.role) if view else self._role
+
+    @property
+    def state(self) -> str:
+        if self.session.state == "ready" and self.told_draining:
+            return "draining"
+        return self.session.state
+
+    @property
+    def num_inflight(self) -> int:
+        """Sequences this router has placed here and not yet seen end."""
+        return len(self._holds)
+
+    @contextmanager
+    def hold(self, waiting_tokens: int, used_tokens: int) -> Iterator[Hold]:
+        """Count a sequence here until the block is left, however it is left; the holder may lower its numbers."""
+        hold = Hold(waiting_tokens, used_tokens)
+        self._holds[id(hold)] = hold
+        try:
+            yield hold
+        finally:
+            del self._holds[id(hold)]
+
+    def snapshot(self) -> WorkerSnapshot:
+        view = self.session.view
+        if view is None:
+            return WorkerSnapshot(
+                self.worker_id, 0, self.role, self.state, reason=f"{self.state}: {self.session.reason}"
+            )
+        load, opened = view.load, view.opened
+        held = list(self._holds.values())
+        reported_used = (load.active_blocks + load.reserved_blocks) * opened.block_size
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            epoch=opened.epoch,
+            role=self.role,
+            state=self.state,
+            fingerprint=opened.fingerprint,
+            pool_tokens=opened.num_blocks * opened.block_size,
+            # The worker's report lags by up to a step, ours ignores other routers: the larger one is nearer the truth.
+            waiting_tokens=max(load.waiting_tokens, sum(hold.waiting_tokens for hold in held)),
+            used_tokens=max(reported_used, sum(hold.used_tokens for hold in held)),
+            last_chosen=self.last_chosen,
+            links={peer: LinkView(link.peer.epoch, link.state, link.reason) for peer, link in view.links.items()},
+        )
+
+    def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
+        """Tell the worker whom it may hand over to, once per Session and change."""
+        if self._peers_sent != (self.session.epoch, peers):
+            self._peers_sent = (self.session.epoch, peers)
+            self.session.set_peers(peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A Choice with its Endpoints."""
+
+    prefill: Endpoint
+    decode: Endpoint
+    choice: Choice
+
+
+class Fleet:
+    """All Endpoints. `known` turns true at the first `apply` or `use_addresses`."""
+
+    def __init__(self, identity: SessionIdentity, liveness: Liveness, local_prefill_tokens: int) -> None:
+        self.known = False
+        self._identity = identity
+        self._liveness = liveness
+        self._local_prefill_tokens = local_prefill_tokens
+        self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
+        self._serial = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    def use_addresses(self, addresses: Iterable[str]) -> None:
+        """A fixed fleet, for tests and for a router without a controller."""
+        self.known = True
+        for address in addresses:
+            self._open(address, "", address, Role.BOTH)
+        self._on_change()
+
+    def apply(self, records: Sequence[control_pb2.WorkerRecord]) -> None:
+        """Make the fleet exactly these workers."""
+        self.known = True
+        wanted = {record.worker_id: record for record in records if record.address}
+        for worker_id, endpoint in list(self._endpoints.items()):
+            record = wanted.get(worker_id)
+            if record is None or record.address != endpoint.session.address:
+                self._close(worker_id)
+        for worker_id, record in wanted.items():
+            if worker_id not in self._endpoints:
+                self._open(worker_id, worker_id, record.address, Role(record.role or Role.BOTH))
+            self._endpoints[worker_id].told_draining = record.state == "draining"
+        self._on_change()
+
+    def _open(self, key: str, worker_id: str, address: str, role: Role) -> None:
+        session = WorkerSession(worker_id, address, self._identity, self._liveness, self._on_change)
+        self._endpoints[key] = Endpoint(session, role)
+        session.start()
+        log.info("endpoint_added", worker=worker_id, address=address)
+
+    def _close(self, key: str) -> None:
+        endpoint = self._endpoints.pop(key)
+        log.info("endpoint_removed", worker=endpoint.worker_id, address=endpoint.session.address)
+        task = asyncio.create_task(endpoint.session.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close every Session."""
+        for key in list(self._endpoints):
+            self._close(key)
+        await asyncio.gather(*self._closing)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return list(self._endpoints.values())
+
+    def _on_change(self) -> None:
+        """Introduce workers to each other and wake whoever waits for a place."""
+        for endpoint in self.endpoints:
+            if endpoint.session.view is not None:
+                endpoint.opened = endpoint.session.view.opened
+                if endpoint.role is Role.PREFILL:
+                    endpoint.send_peers(self._peers_of(endpoint))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _peers_of(self, prefill: Endpoint) -> list[worker_pb2.Peer]:
+        assert prefill.opened is not None
+        return [
+            endpoint.session.peer()
+            for endpoint in self.endpoints
+            if endpoint is not prefill
+            and endpoint.session.view is not None
+            and endpoint.role in (Role.DECODE, Role.BOTH)
+            and endpoint.session.view.opened.fingerprint == prefill.opened.fingerprint
+        ]
+
+    # -- where a sequence goes ---------------------------------------------------------------------------------------
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        return [endpoint.snapshot() for endpoint in self.endpoints]
+
+    def unready_reason(self) -> str:
+        """Why no call could be served now; "" = one could, over a link that was proved."""
+        if not self.known:
+            return "the controller has not named the fleet yet"
+        found = place(self.snapshots(), Demand(prompt_tokens=1, max_total_tokens=1))
+        if isinstance(found, NoPlace):
+            return found.reason
+        return f"{found.prefill} to {found.decode} is connecting" if found.score.unproved_link else ""
+
+    def limits(self) -> PoolLimits | None:
+        """Of the workers ever opened; None while a pool is unknown."""
+        known = [(e.role, e.opened) for e in self.endpoints if e.opened is not None]
+        prefill = [o.num_blocks * o.block_size for role, o in known if role in (Role.PREFILL, Role.BOTH)]
+        decode = [o.num_blocks * o.block_size for role, o in known if role in (Role.DECODE, Role.BOTH)]
+        if not prefill or not decode:
+            return None
+        return PoolLimits(min(opened.max_model_len for _, opened in known), max(prefill), max(decode))
+
+    async def wait_for_limits(self, until_s: float) -> PoolLimits:
+        """Raises: Unavailable, when a pool stays unknown."""
+        while (limits := self.limits()) is None:
+            await self._wait_for_change(self.unready_reason(), self._hopeless(), until_s)
+        return limits
+
+    async def wait_for_place(self, demand: Demand, avoid: frozenset[str], until_s: float) -> Placed:
+        """Choose workers for a sequence, waiting for one to come up until `until_s` (monotonic).
+
+        Raises:
+            Unavailable: nobody came, or nobody ever can.
+        """
+        while True:
+            found = place(
+                self.snapshots(), demand, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid
+            )  # fmt: skip
+            if isinstance(found, Choice):
+                return self._take(found)
+            await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)
+
+    def _take(self, choice: Choice) -> Placed:
+        by_id = {endpoint.worker_id: endpoint for endpoint in self.endpoints}
+        placed = Placed(by_id[choice.prefill], by_id[choice.decode], choice)
+        serial = next(self._serial)
+        placed.prefill.last_chosen = placed.decode.last_chosen = serial
+        return placed
+
+    def _hopeless(self) -> bool:
+        found = place(self.snapshots(), Demand(prompt_tokens=1, max_total_tokens=1))
+        return self.known and isinstance(found, NoPlace) and found.hopeless
+
+    async def _wait_for_change(self, reason: str, hopeless: bool, until_s: float) -> None:
+        changed = self._changed
+        left_s = until_s - time.monotonic()
+        if hopeless or left_s <= 0:
+            raise Unavailable(reason, retry_after_s=RESTART_S)
+        try:
+            await asyncio.wait_for(changed.wait(), left_s)
+        except TimeoutError:
+            raise Unavailable(reason, retry_after_s=RESTART_S) from None

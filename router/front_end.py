@@ -1,0 +1,107 @@
+"""One router, assembled: what it is made of, in what order it starts and stops.
+
+Ports are bound before anything runs, so a taken one is known at once. Stop order: no new connections, calls end, Sessions
+close (workers then drop what this router left), threads stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.config import RouterConfig
+from baton.ids import new_router_epoch
+from baton.log import get_log
+from baton.model_files import ModelFiles
+from router.call import Calls
+from router.chat_template import ChatTemplate
+from router.control_client import ControlClient
+from router.detokenizer import TokenTable
+from router.fleet import Fleet
+from router.grpc_api import GrpcServer, ServingApi
+from router.http_server import HttpServer
+from router.metrics import RouterMetrics
+from router.openai_api import build_app
+from router.session import Liveness, SessionIdentity
+from router.slo_watch import SloWatch
+from router.tokenizer import Tokenizer
+from router.validate import Limits
+
+log = get_log("router.front_end")
+
+READINESS_S = 0.25  # how often gRPC health follows the fleet: half a heartbeat
+
+
+class FrontEnd:
+    """Everything of one router process."""
+
+    def __init__(self, config: RouterConfig, files: ModelFiles, workers: Sequence[str] = ()) -> None:
+        """`workers`: addresses of a fixed fleet, for a router without a controller.
+
+        Raises:
+            ConfigError: a taken port, or files that cannot be used.
+        """
+        epoch = new_router_epoch()
+        router_id = f"{socket.gethostname()}-{os.getpid()}-{epoch:08x}"
+        spec = replace(files.spec, name=config.model.served_name or files.spec.name)
+        tokenizer_json = files.tokenizer_json.read_text(encoding="utf-8")
+        table = TokenTable.from_tokenizer_json(tokenizer_json, spec.vocab_size)
+        self.tokenizer = Tokenizer(tokenizer_json, table, _template(files, table))
+        liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
+        self.fleet = Fleet(SessionIdentity(router_id, epoch), liveness, config.local_prefill_tokens)
+        self.slo_watch = SloWatch()
+        self.metrics = RouterMetrics(self.fleet)
+        limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)
+        self.calls = Calls(config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch)
+        self._grpc = GrpcServer(config, ServingApi(config, spec, self.calls, self.fleet))
+        app = build_app(config, spec, self.calls, self.tokenizer, self.fleet, self.metrics)
+        self._http = HttpServer(config, app)
+        self.grpc_port, self.http_port = self._grpc.port, self._http.port
+        self._workers = workers
+        self._control = (
+            ControlClient(
+                config.control_address, router_id, self.fleet, self.slo_watch, lambda: self.calls.num_inflight
+            )
+            if config.control_address
+            else None
+        )
+        self._readiness: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        if self._control is not None:
+            self._control.start()
+        else:
+            self.fleet.use_addresses(self._workers)
+        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        await self._grpc.start()
+        await self._http.start()
+        log.info("router_started", http_port=self.http_port, grpc_port=self.grpc_port)
+
+    async def stop(self) -> None:
+        await asyncio.gather(self._http.stop(), self._grpc.stop())
+        if self._control is not None:
+            await self._control.close()
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        await self.fleet.close()
+        self.tokenizer.close()
+        log.info("router_stopped")
+
+    async def _follow_readiness(self) -> None:
+        """Tell gRPC health what /readyz says."""
+        while True:
+            await self._grpc.set_ready(not self.fleet.unready_reason())
+            await asyncio.sleep(READINESS_S)
+
+
+def _template(files: ModelFiles, table: TokenTable) -> ChatTemplate | None:
+    if not files.chat_template:
+        return None
+    spec = files.spec
+    special = {"eos_token": spec.eos_token_ids[0] if spec.eos_token_ids else None, "bos_token": spec.bos_token_id}
+    names = {name: table.name(token_id).decode() for name, token_id in special.items() if token_id is not None}
+    return ChatTemplate(files.chat_template, names)

@@ -1,0 +1,79 @@
+"""uvicorn on a socket of our own, inside the router's event loop.
+
+The socket is made with IPPROTO_TCP: asyncio sets TCP_NODELAY only on such sockets, and without it keep-alive connections
+stall 44 ms (DESIGN section 8). Signals are the process's business (router/main.py), so uvicorn's handlers stay out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.config import RouterConfig
+from baton.errors import ConfigError
+
+BACKLOG = 1_024  # connections that may wait while the loop is busy; twice max_inflight
+KEEP_ALIVE_S = 75  # longer than the 60 s of common load balancers, so that they close first
+SHUTDOWN_S = 1  # for calls that were told to end
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Binds, serves and stops; `port` is what was bound."""
+
+    def __init__(self, config: RouterConfig, app: ASGIApp) -> None:
+        """Raises: ConfigError, when the port is taken."""
+        self._socket = _listen(config.host, config.http_port)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # Lets a restarted router take the port of connections in TIME_WAIT; a living listener still refuses it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"HTTP port {port} on {host} cannot be bound ({error.strerror}); choose another with --http-port",
+            field="http_port",
+        ) from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,79 @@
+"""Entry of a router process: `python -m router.main --config router.json`.
+
+Prints one JSON line {"http_port", "grpc_port", "pid"} on stdout once both ports answer, then serves until SIGTERM or SIGINT.
+A start that cannot succeed prints one line on stderr and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from baton.config import RouterConfig
+from baton.config_load import from_json
+from baton.errors import BatonError
+from baton.log import configure
+from baton.model_files import load_model_files
+from router.front_end import FrontEnd
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve. Returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        config = _config(options)
+        configure("router", config.log_level)
+        uvloop.run(_serve(config, [address for address in options.workers.split(",") if address]))
+    except (BatonError, OSError) as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: RouterConfig, workers: Sequence[str]) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    front_end = FrontEnd(config, load_model_files(config.model.path), workers)
+    await front_end.start()
+    ready = {"http_port": front_end.http_port, "grpc_port": front_end.grpc_port, "pid": os.getpid()}
+    print(json.dumps(ready), flush=True)
+    try:
+        await stop.wait()
+    finally:
+        await front_end.stop()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="router", description="Serve Baton's public APIs.")
+    parser.add_argument("--config", type=Path, help="a RouterConfig as JSON")
+    parser.add_argument("--workers", default="", help="host:port,... of a fixed fleet, instead of a controller's")
+    parser.add_argument("--http-port", type=int)
+    parser.add_argument("--grpc-port", type=int)
+    parser.add_argument("--model", help="a name, a Hugging Face directory or a .gguf file")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> RouterConfig:
+    """The file, overridden by flags."""
+    config = from_json(RouterConfig, options.config.read_text()) if options.config else RouterConfig()
+    if options.http_port is not None:
+        config = dataclasses.replace(config, http_port=options.http_port)
+    if options.grpc_port is not None:
+        config = dataclasses.replace(config, grpc_port=options.grpc_port)
+    if options.model:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=options.model))
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The router's metrics, named as DESIGN section 12 says; one registry per process.
+
+Durations are what clients saw, from their first byte at the router; worker gauges are each worker's last report, read at
+the moment of the scrape. Labels are SLO classes, workers, outcomes and transports only, so cardinality is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.slo import Verdict
+from router.fleet import Endpoint, Fleet
+
+# Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
+_LATENCY_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What one admitted call leaves behind. None = it did not come that far."""
+
+    slo_class: str
+    finished: bool
+    ttft_s: float | None
+    queue_s: float | None
+    handoff_gap_s: float | None
+    gaps_s: Sequence[float]
+    call_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    kv_bytes: int
+    kv_transfer_s: float | None
+    transport: str
+    local: bool
+    num_retries: int
+
+
+class RouterMetrics:
+    """Counts calls; `text` is the body of /metrics."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter(
+            "baton_requests", "Calls by how they ended: finished, cancelled or an error code.", ["api", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Gaps between tokens.")
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first prefill step.")
+        self._gap = self._histogram("handoff_gap_seconds", "Token 1 to token 2 where two workers made them.")
+        self._e2e = self._histogram("request_duration_seconds", "Arrival to the end.")
+        self._violations = self._counter("request_slo_violation", "Calls that missed a target.", "type")
+        self._goodput = self._counter("goodput", "Calls that met every target of their class.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of admitted calls.")
+        self._output = self._counter("generation_tokens", "Tokens generated.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found on the prefill worker.")
+        self._retries = self._counter("request_retries", "Sequences started again before their first token.")
+        self._local = self._counter("local_prefill", "Calls whose prompt was computed where it was decoded.")
+        self._kv_bytes = Counter(
+            "baton_kv_transfer_bytes", "KV shipped for calls.", ["transport"], registry=self.registry
+        )  # fmt: skip
+        self._kv_seconds = Histogram(
+            "baton_kv_transfer_duration_seconds", "First frame to Ack.", ["transport"],
+            registry=self.registry, buckets=_LATENCY_BUCKETS,
+        )  # fmt: skip
+        self.inflight = Gauge("baton_num_requests_inflight", "Calls at this router.", registry=self.registry)
+        self.registry.register(_WorkerGauges(fleet))
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"baton_{name}", text, ["slo_class"], registry=self.registry, buckets=_LATENCY_BUCKETS
+        )  # fmt: skip
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", text, ["slo_class", *labels], registry=self.registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def count_outcome(self, api: str, outcome: str) -> None:
+        self._calls.labels(api, outcome).inc()
+
+    def count_verdict(self, slo_class: str, verdict: Verdict) -> None:
+        if verdict is Verdict.MET:
+            self._goodput.labels(slo_class).inc()
+        else:
+            self._violations.labels(slo_class, verdict.value).inc()
+
+    def observe(self, record: CallRecord) -> None:
+        """Take over everything of one call that was admitted and tokenised."""
+        name = record.slo_class
+        for histogram, value in (
+            (self._ttft, record.ttft_s),
+            (self._queue, record.queue_s),
+            (self._gap, record.handoff_gap_s),
+            (self._e2e, record.call_s if record.finished else None),
+        ):
+            if value is not None:
+                histogram.labels(name).observe(value)
+        itl = self._itl.labels(name)
+        for gap_s in record.gaps_s:
+            itl.observe(gap_s)
+        self._prompt.labels(name).inc(record.prompt_tokens)
+        self._output.labels(name).inc(record.completion_tokens)
+        self._retries.labels(name).inc(record.num_retries)
+        if record.ttft_s is not None:
+            self._queries.labels(name).inc(record.prompt_tokens)
+            self._hits.labels(name).inc(record.cached_tokens)
+            self._local.labels(name).inc(record.local)
+        if record.kv_bytes:
+            self._kv_bytes.labels(record.transport).inc(record.kv_bytes)
+        if record.kv_transfer_s is not None:
+            self._kv_seconds.labels(record.transport).observe(record.kv_transfer_s)
+
+
+class _WorkerGauges(Collector):
+    """Each worker's last report, as of the scrape."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        running = _gauge("num_requests_running", "Sequences in the worker's engine.")
+        waiting = _gauge("num_requests_waiting", "Sequences queued in the worker.")
+        inflight = _gauge("worker_inflight", "Sequences this router has placed there and not seen end.")
+        usage = _gauge("kv_cache_usage_ratio", "Active and reserved blocks of all blocks.")
+        up = _gauge("worker_up", "1 = its Session is open.", "role", "state")
+        blocks = _gauge("kv_blocks", "Blocks by what they are used for.", "use")
+        failures = _total("kv_transfer_failures", "Transfers that did not arrive, as the worker counts them.")
+        expired = _total("kv_transfer_expired", "Transfers given up by lease, as the worker counts them.")
+        for endpoint in self._fleet.endpoints:
+            name = endpoint.worker_id
+            up.add_metric([name, endpoint.role.name.lower(), endpoint.state], float(endpoint.session.view is not None))
+            inflight.add_metric([name], endpoint.num_inflight)
+            if (view := endpoint.session.view) is None:
+                continue
+            load = view.load
+            running.add_metric([name], load.num_running)
+            waiting.add_metric([name], load.num_waiting)
+            used = load.active_blocks + load.reserved_blocks
+            usage.add_metric([name], used / view.opened.num_blocks if view.opened.num_blocks else 0.0)
+            for use, number in _blocks(endpoint):
+                blocks.add_metric([name, use], number)
+            failures.add_metric([name], load.kv_transfers_failed)
+            expired.add_metric([name], load.kv_transfers_expired)
+        return [running, waiting, inflight, usage, up, blocks, failures, expired]
+
+
+def _blocks(endpoint: Endpoint) -> Iterable[tuple[str, int]]:
+    assert endpoint.session.view is not None
+    load = endpoint.session.view.load
+    yield "active", load.active_blocks
+    yield "reserved", load.reserved_blocks
+    yield "cached", load.cached_blocks
+    yield "free", load.free_blocks
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"baton_{name}", text, labels=["worker", *labels])
+
+
+def _total(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"baton_{name}", text, labels=["worker"])

@@ -1,0 +1,259 @@
+"""The OpenAI HTTP API and the router's own pages, as one ASGI application.
+
+    POST /v1/chat/completions  /v1/completions      streamed (SSE) or whole
+    POST /v1/tokenize  /v1/detokenize     GET /v1/models
+    GET  /healthz   the loop answers      /readyz   a call could be served now      /metrics
+
+Failures: before the first token an HTTP status and OpenAI's error object; in a stream one event `data: {"error": ...}`, after
+which the body ends without [DONE] (the official client raises APIError on it). A client that disconnects cancels its call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from baton.config import RouterConfig
+from baton.errors import BatonError, Internal, InvalidRequest, NotFound
+from baton.log import get_log
+from baton.model_spec import ModelSpec
+from router.asgi import (
+    cancel_when_gone,
+    error_body,
+    headers,
+    parse_json,
+    read_body,
+    refuse_unread,
+    send_error,
+    send_event,
+    send_json,
+    start_sse,
+)
+from router.call import Call, CallDone, Calls, ChoiceFinished, Piece
+from router.call_spec import ChatPrompt
+from router.fleet import Fleet
+from router.labels import REQUEST_ID, labels_from
+from router.metrics import RouterMetrics
+from router.openai_replies import ChatReply, CompletionReply, Reply
+from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from router.tokenizer import Tokenizer
+from router.validate import check_messages, check_text, check_token_ids
+
+log = get_log("router.http")
+DONE = b"data: [DONE]\n\n"
+
+
+class JsonEndpoint:
+    """POST with a JSON body: reads it, runs `answer`, says every error, notices a client that leaves."""
+
+    def __init__(
+        self, max_body_bytes: int, answer: Callable[[Scope, object, Send, float], Awaitable[None]]
+    ) -> None:  # fmt: skip
+        self._max_body_bytes = max_body_bytes
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival_s = time.monotonic()
+        try:
+            body = await read_body(scope, receive, self._max_body_bytes)
+        except InvalidRequest as error:
+            await refuse_unread(receive, send, error)
+            return
+        except ConnectionError:
+            return
+        await cancel_when_gone(receive, self._run(scope, body, send, arrival_s))
+
+    async def _run(self, scope: Scope, body: bytes, send: Send, arrival_s: float) -> None:
+        try:
+            await self._answer(scope, parse_json(body), send, arrival_s)
+        except BatonError as error:
+            await send_error(send, error)
+        except Exception:
+            log.exception("request_failed", path=scope["path"])
+            await send_error(send, Internal("an internal error ended the call"))
+
+
+class GenerationApi:
+    """The two endpoints that generate."""
+
+    def __init__(self, model: str, calls: Calls) -> None:
+        self._model = model
+        self._calls = calls
+
+    async def chat(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        await self._generate("chat", ChatRequest, ChatReply, scope, data, send, arrival_s)
+
+    async def completions(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        await self._generate("completions", CompletionRequest, CompletionReply, scope, data, send, arrival_s)
+
+    async def _generate(
+        self,
+        api: str,
+        kind: type[ChatRequest] | type[CompletionRequest],
+        reply_kind: type[ChatReply] | type[CompletionReply],
+        scope: Scope,
+        data: object,
+        send: Send,
+        arrival_s: float,
+    ) -> None:
+        try:
+            body = parse(kind, data)
+            spec = body.spec(labels_from(headers(scope)))
+        except BatonError as error:
+            self._calls.refused(api, error)
+            raise
+        stream = _Stream(send, body.include_usage)
+        try:
+            async with self._calls.open(spec, arrival_s) as call:
+                reply = reply_kind(call.request_id, self._model, self._calls.table)
+                if body.stream:
+                    await stream.run(call, reply)
+                else:
+                    await _send_whole(send, call, reply)
+        except BatonError as error:
+            if not stream.begun:
+                raise
+            await send_event(send, error_body(error))
+            await send({"type": "http.response.body", "body": b""})
+        except Exception:
+            if not stream.begun:
+                raise
+            log.exception("stream_failed", path=scope["path"])
+            await send_event(send, error_body(Internal("an internal error ended the call")))
+            await send({"type": "http.response.body", "body": b""})
+
+
+class _Stream:
+    """Server-sent events of one call; the head goes out with the first token, so earlier failures keep their status."""
+
+    def __init__(self, send: Send, include_usage: bool) -> None:
+        self.begun = False
+        self._send = send
+        self._include_usage = include_usage
+
+    async def run(self, call: Call, reply: Reply) -> None:
+        async for event in call:
+            if not self.begun:
+                self.begun = True
+                await start_sse(self._send, call.request_id)
+            match event:
+                case Piece():
+                    await send_event(self._send, reply.piece(event))
+                case ChoiceFinished():
+                    await send_event(self._send, reply.end(event))
+                case CallDone():
+                    if self._include_usage:
+                        await send_event(self._send, reply.usage(event))
+        await self._send({"type": "http.response.body", "body": DONE})
+
+
+async def _send_whole(send: Send, call: Call, reply: Reply) -> None:
+    pieces: list[Piece] = []
+    ends: list[ChoiceFinished] = []
+    async for event in call:
+        match event:
+            case Piece():
+                pieces.append(event)
+            case ChoiceFinished():
+                ends.append(event)
+            case CallDone():
+                await send_json(send, 200, reply.whole(pieces, ends, event), {REQUEST_ID: call.request_id})
+
+
+class TokenApi:
+    """Tokenise and back, with the very tokeniser that calls go through."""
+
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, max_body_bytes: int) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._max_tokens = max_body_bytes  # a token has at least one byte
+
+    async def tokenize(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        body = parse(TokenizeRequest, data)
+        self._check_model(body.model)
+        prompt = body.one()
+        if isinstance(prompt, ChatPrompt):
+            check_messages(prompt)
+            ids = await self._tokenizer.encode_chat(prompt.messages, field=prompt.field, max_tokens=self._max_tokens)
+        else:
+            check_text(prompt.field, prompt.text)
+            ids = await self._tokenizer.encode(prompt.text, field=prompt.field, max_tokens=self._max_tokens)
+        await send_json(send, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
+
+    async def detokenize(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        body = parse(DetokenizeRequest, data)
+        self._check_model(body.model)
+        check_token_ids("tokens", body.tokens, self._spec.vocab_size)
+        await send_json(send, 200, {"prompt": self._tokenizer.decode(body.tokens)})
+
+    def _check_model(self, model: str) -> None:
+        if model and model != self._spec.name:
+            raise NotFound(f"the model is not served here; {self._spec.name!r} is", field="model")
+
+
+class Pages:
+    """What operators and probes read."""
+
+    def __init__(self, spec: ModelSpec, fleet: Fleet, metrics: RouterMetrics, calls: Calls) -> None:
+        self._spec = spec
+        self._fleet = fleet
+        self._metrics = metrics
+        self._calls = calls
+        self._started = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": self._spec.name, "object": "model", "created": self._started, "owned_by": "baton"}
+        limits = self._fleet.limits()
+        max_model_len = limits.max_model_len if limits else self._spec.max_model_len
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": max_model_len}]})
+
+    async def healthz(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(self, request: Request) -> Response:
+        reason = self._fleet.unready_reason()
+        return PlainTextResponse(f"{reason or 'ready'}\n", status_code=503 if reason else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        self._metrics.inflight.set(self._calls.num_inflight)
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def build_app(
+    config: RouterConfig, spec: ModelSpec, calls: Calls, tokenizer: Tokenizer, fleet: Fleet, metrics: RouterMetrics
+) -> Starlette:
+    """The whole HTTP side of a router."""
+    generation = GenerationApi(spec.name, calls)
+    tokens = TokenApi(spec, tokenizer, config.max_body_bytes)
+    pages = Pages(spec, fleet, metrics, calls)
+    posts = {
+        "/v1/chat/completions": generation.chat,
+        "/v1/completions": generation.completions,
+        "/v1/tokenize": tokens.tokenize,
+        "/v1/detokenize": tokens.detokenize,
+    }
+    gets = {
+        "/v1/models": pages.models,
+        "/healthz": pages.healthz,
+        "/readyz": pages.readyz,
+        "/metrics": pages.metrics,
+    }
+    routes = [
+        Route(path, JsonEndpoint(config.max_body_bytes, answer), methods=["POST"]) for path, answer in posts.items()
+    ]
+    routes += [Route(path, page, methods=["GET"]) for path, page in gets.items()]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown path or method, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,173 @@
+"""Replies in OpenAI's shapes: chunks of a stream and whole bodies, for chat and for completions.
+
+Beyond OpenAI's fields there is one, `baton`, beside `usage` in the last chunk (if usage was asked for) and in whole bodies: the
+call's Timings. Data only: nothing here awaits or sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from baton.request import FinishReason, Logprobs, SampledToken
+from router.call import CallDone, ChoiceFinished, Piece
+from router.detokenizer import TokenTable
+
+Json = Mapping[str, object]
+MIN_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON cannot say
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
+
+
+class Reply(Protocol):
+    """One call's reply in the shape of one endpoint."""
+
+    def piece(self, piece: Piece) -> Json: ...
+    def end(self, end: ChoiceFinished) -> Json: ...
+    def usage(self, done: CallDone) -> Json: ...
+    def whole(self, pieces: Sequence[Piece], ends: Sequence[ChoiceFinished], done: CallDone) -> Json: ...
+
+
+class ChatReply:
+    """chat.completion and chat.completion.chunk"""
+
+    def __init__(self, request_id: str, model: str, table: TokenTable) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._table = table
+        self._begun: set[int] = set()
+
+    def piece(self, piece: Piece) -> Json:
+        delta = {"content": piece.text}
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            delta = {"role": "assistant", **delta}
+        return self._chunk([self._choice(piece.choice, delta, self._logprobs([piece]), None)])
+
+    def end(self, end: ChoiceFinished) -> Json:
+        return self._chunk([self._choice(end.choice, {}, None, _FINISH[end.finish])])
+
+    def usage(self, done: CallDone) -> Json:
+        return {**self._chunk([]), **_usage(done)}
+
+    def whole(self, pieces: Sequence[Piece], ends: Sequence[ChoiceFinished], done: CallDone) -> Json:
+        choices = []
+        for end in sorted(ends, key=lambda end: end.choice):
+            own = [piece for piece in pieces if piece.choice == end.choice]
+            message = {"role": "assistant", "content": "".join(piece.text for piece in own)}
+            choices.append(
+                {
+                    "index": end.choice,
+                    "message": message,
+                    "logprobs": self._logprobs(own),
+                    "finish_reason": _FINISH[end.finish],
+                }
+            )
+        return {**self._head, "object": "chat.completion", "choices": choices, **_usage(done)}
+
+    def _chunk(self, choices: list[Json]) -> dict[str, object]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
+
+    @staticmethod
+    def _choice(choice: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+        entries = [self._entry(token, logprobs) for token, logprobs in _with_logprobs(pieces)]
+        return {"content": entries} if entries else None
+
+    def _entry(self, token: SampledToken, logprobs: Logprobs) -> Json:
+        return {
+            **self._named(token.token, logprobs.logprob),
+            "top_logprobs": [self._named(token_id, value) for token_id, value in _top(logprobs)],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> Json:
+        name = self._table.name(token_id)
+        return {"token": name.decode(errors="replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(name)}
+
+
+class CompletionReply:
+    """text_completion, streamed or not"""
+
+    def __init__(self, request_id: str, model: str, table: TokenTable) -> None:
+        self._head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._table = table
+        self._offsets: dict[int, int] = {}  # characters of each choice's text so far
+
+    def piece(self, piece: Piece) -> Json:
+        return self._body([self._choice(piece.choice, [piece], None)])
+
+    def end(self, end: ChoiceFinished) -> Json:
+        return self._body([self._choice(end.choice, [], end)])
+
+    def usage(self, done: CallDone) -> Json:
+        return {**self._body([]), **_usage(done)}
+
+    def whole(self, pieces: Sequence[Piece], ends: Sequence[ChoiceFinished], done: CallDone) -> Json:
+        choices = [
+            self._choice(end.choice, [piece for piece in pieces if piece.choice == end.choice], end)
+            for end in sorted(ends, key=lambda end: end.choice)
+        ]
+        return {**self._body(choices), **_usage(done)}
+
+    def _body(self, choices: list[Json]) -> dict[str, object]:
+        return {**self._head, "choices": choices}
+
+    def _choice(self, choice: int, pieces: Sequence[Piece], end: ChoiceFinished | None) -> Json:
+        logprobs = self._logprobs(choice, pieces)
+        self._offsets[choice] = self._offsets.get(choice, 0) + sum(len(piece.text) for piece in pieces)
+        return {
+            "index": choice,
+            "text": "".join(piece.text for piece in pieces),
+            "logprobs": logprobs,
+            "finish_reason": _FINISH[end.finish] if end else None,
+        }
+
+    def _logprobs(self, choice: int, pieces: Sequence[Piece]) -> Json | None:
+        tokens: list[str] = []
+        values: list[float] = []
+        tops: list[Json] = []
+        offsets: list[int] = []
+        offset = self._offsets.get(choice, 0)
+        for piece in pieces:
+            for token, logprobs in _with_logprobs([piece]):
+                tokens.append(self._name(token.token))
+                values.append(max(logprobs.logprob, MIN_LOGPROB))
+                tops.append({self._name(token_id): max(value, MIN_LOGPROB) for token_id, value in _top(logprobs)})
+                offsets.append(offset)
+            offset += len(piece.text)
+        if not tokens:
+            return None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, token_id: int) -> str:
+        return self._table.name(token_id).decode(errors="replace")
+
+
+def _with_logprobs(pieces: Sequence[Piece]) -> list[tuple[SampledToken, Logprobs]]:
+    tokens = [piece.token for piece in pieces if piece.token is not None]
+    return [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+
+
+def _top(logprobs: Logprobs) -> list[tuple[int, float]]:
+    return list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+
+
+def _usage(done: CallDone) -> dict[str, object]:
+    usage = done.usage
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+        "baton": asdict(done.timings),
+    }

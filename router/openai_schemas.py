@@ -1,0 +1,206 @@
+"""Bodies of the OpenAI HTTP API: strict types, no unknown field. What is well typed is judged in router/validate.py.
+
+A field that OpenAI has and Baton has not (tools, response_format, echo ...) is an unknown field: refused by name, never
+ignored. `max_completion_tokens` and `max_tokens` are one limit, resolved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from baton.errors import InvalidRequest
+from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    role: str
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class _Generation(_Strict):
+    """Fields that both endpoints have."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    priority: int | None = None
+    user: str | None = None  # a label of the caller's; neither logged nor used
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _spec(
+        self, prompt: Prompt, labels: CallLabels, api: str, max_tokens: int | None, logprobs: int | None
+    ) -> CallSpec:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+        return CallSpec(
+            model=self.model,
+            prompt=prompt,
+            sampling=SamplingSpec(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                seed=self.seed,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=_biases(self.logit_bias or {}),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens,
+                ignore_eos=bool(self.ignore_eos),
+                logprobs=logprobs,
+                n=self.n,
+            ),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            priority=self.priority or 0,
+            labels=labels,
+            api=api,
+        )
+
+
+class ChatRequest(_Generation):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def spec(self, labels: CallLabels) -> CallSpec:
+        prompt = ChatPrompt([message.plain() for message in self.messages])
+        return self._spec(prompt, labels, "chat", self._limit(), self._num_logprobs())
+
+    def _limit(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens are two names of one limit and differ", field="max_tokens"
+            )
+        return self.max_completion_tokens
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions"""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+
+    def spec(self, labels: CallLabels) -> CallSpec:
+        return self._spec(_one_prompt(self.prompt), labels, "completions", self.max_tokens, self.logprobs)
+
+
+class TokenizeRequest(_Strict):
+    """POST /v1/tokenize: plain text, or messages through the chat template."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+    def one(self) -> TextPrompt | ChatPrompt:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give one of prompt and messages", field="prompt")
+        if self.messages is not None:
+            return ChatPrompt([message.plain() for message in self.messages])
+        return TextPrompt(self.prompt or "")
+
+
+class DetokenizeRequest(_Strict):
+    """POST /v1/detokenize"""
+
+    model: str = ""
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(kind: type[Body], data: object) -> Body:
+    """Raises: InvalidRequest, naming the first field that does not fit."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = _path(first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise InvalidRequest(f"{field} is not a field that this server knows", field=field) from None
+        raise InvalidRequest(f"{field}: {first['msg']}", field=field) from None
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """messages[0].role; below other fields pydantic names union members, which mean nothing to a caller."""
+    if not location:
+        return "body"
+    if location[0] != "messages":
+        return ascii(str(location[0])[:64])[1:-1]
+    path = "messages"
+    for part in location[1:3]:
+        path += f"[{part}]" if isinstance(part, int) else f".{ascii(part[:64])[1:-1]}"
+    return path
+
+
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    """JSON keys are strings."""
+    result: dict[int, float] = {}
+    for key, value in biases.items():
+        if not (key.isascii() and key.isdigit()):
+            raise InvalidRequest("logit_bias has a key that is no token id", field="logit_bias")
+        result[int(key)] = value
+    return result
+
+
+def _one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Prompt:
+    """One prompt per call: a list of several would be several calls under one deadline."""
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if not prompt or isinstance(prompt[0], int):
+        return TokenPrompt([token_id for token_id in prompt if isinstance(token_id, int)], field="prompt")
+    if len(prompt) > 1:
+        raise InvalidRequest(f"prompt has {len(prompt)} entries; the limit is 1 prompt per call", field="prompt")
+    only = prompt[0]
+    return TextPrompt(only) if isinstance(only, str) else TokenPrompt(only, field="prompt")

@@ -1,0 +1,170 @@
+"""Where a sequence is prefilled and where it is decoded: snapshots in, a Choice or the reason for none out. Pure.
+
+A pair (prefill, decode) may be chosen where both take work, share a fingerprint, their link is up, and each pool can hold
+the sequence. A `both` worker is a pair with itself, and a prompt of at most `local_prefill_tokens` may be prefilled on its
+decode worker. Among the candidates the least Score wins: a proved link first, then prompt tokens queued ahead of this one,
+then the share of decode memory in use, then whoever was chosen longest ago (so that idle workers share the work and a
+restarted one does not take it all). Power of two choices over forecasts is a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.request import Role
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """A prefill worker's link to one decode worker."""
+
+    epoch: int  # of the peer the link was made with
+    state: str  # connecting | ready | refused | lost
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A worker as placement sees it. Reported loads are merged with what this router has in flight there."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+    state: str  # connecting | ready | draining
+    fingerprint: str = ""
+    pool_tokens: int = 0  # what all of its KV blocks hold
+    waiting_tokens: int = 0  # prompt tokens not yet computed
+    used_tokens: int = 0  # KV of running sequences and reservations
+    last_chosen: int = 0  # serial number of the last placement here, 0 = never
+    links: Mapping[str, LinkView] = field(default_factory=dict)  # by decode worker
+    reason: str = ""  # why it is not ready
+
+    @property
+    def prefills(self) -> bool:
+        return self.role in (Role.PREFILL, Role.BOTH)
+
+    @property
+    def decodes(self) -> bool:
+        return self.role in (Role.DECODE, Role.BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What placement needs to know of a sequence. Tokens."""
+
+    prompt_tokens: int
+    max_total_tokens: int  # prompt + max_tokens
+
+
+class Score(NamedTuple):
+    """Lower is better, the first field that differs decides."""
+
+    unproved_link: bool
+    waiting_tokens: int
+    used_share: float
+    last_chosen: int
+    names: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """prefill == decode means one worker does both. `score` explains it."""
+
+    prefill: str
+    decode: str
+    score: Score
+
+    @property
+    def local(self) -> bool:
+        return self.prefill == self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlace:
+    """`hopeless`: no worker that could ever serve it is part of the fleet, so waiting is of no use."""
+
+    reason: str
+    hopeless: bool
+
+
+def place(
+    workers: Sequence[WorkerSnapshot],
+    demand: Demand,
+    *,
+    local_prefill_tokens: int = 0,
+    avoid: frozenset[str] = frozenset(),
+) -> Choice | NoPlace:
+    """Choose the best pair; workers in `avoid` are taken only where nobody else is left."""
+    ready = [worker for worker in workers if worker.state == "ready"]
+    candidates = list(_candidates(ready, demand, local_prefill_tokens))
+    preferred = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates
+    if preferred:
+        return min(preferred, key=lambda choice: choice.score)
+    return _why_not(workers, ready)
+
+
+def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_tokens: int) -> Iterable[Choice]:
+    for decode in ready:
+        if not decode.decodes or decode.pool_tokens < demand.max_total_tokens - 1:  # the last token needs no KV
+            continue
+        if decode.role is Role.BOTH or demand.prompt_tokens <= local_prefill_tokens:
+            yield _score(decode, decode, proved=True)
+        for prefill in ready:
+            if prefill.role is Role.PREFILL and prefill.pool_tokens >= demand.prompt_tokens:
+                link = link_state(prefill, decode)
+                if link in ("ready", "connecting"):
+                    yield _score(prefill, decode, proved=link == "ready")
+
+
+def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
+    """connecting | ready | refused | lost; a link of an earlier epoch says nothing of this one."""
+    if prefill.fingerprint != decode.fingerprint:
+        return "refused"
+    link = prefill.links.get(decode.worker_id)
+    if link is None or link.epoch != decode.epoch:
+        return "connecting"
+    return link.state
+
+
+def _score(prefill: WorkerSnapshot, decode: WorkerSnapshot, *, proved: bool) -> Choice:
+    return Choice(
+        prefill.worker_id,
+        decode.worker_id,
+        Score(
+            unproved_link=not proved,
+            waiting_tokens=prefill.waiting_tokens,
+            used_share=round(decode.used_tokens / decode.pool_tokens, 2),  # a hundredth is no reason to prefer one
+            last_chosen=prefill.last_chosen + decode.last_chosen,
+            names=(prefill.worker_id, decode.worker_id),
+        ),
+    )
+
+
+def _why_not(workers: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> NoPlace:
+    """Name what is missing: a role nobody has, a role nobody ready has, or a usable link."""
+    for role in (Role.PREFILL, Role.DECODE):
+        able = [worker for worker in workers if worker.role in (role, Role.BOTH)]
+        name = role.name.lower()
+        if not able:
+            return NoPlace(f"no {name} worker is part of the fleet", hopeless=True)
+        if not any(worker in ready for worker in able):
+            detail = "; ".join(f"{worker.worker_id} is {worker.reason or worker.state}" for worker in able)
+            return NoPlace(f"no {name} worker is ready: {detail}", hopeless=False)
+    links = [
+        f"{prefill.worker_id} to {decode.worker_id} is {link_state(prefill, decode)}{_link_reason(prefill, decode)}"
+        for prefill in ready
+        for decode in ready
+        if prefill.prefills and decode.decodes and prefill is not decode
+    ]
+    return NoPlace(
+        f"no pair of workers can serve it: {', '.join(links) or 'their pools are too small'}", hopeless=False
+    )
+
+
+def _link_reason(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
+    if prefill.fingerprint != decode.fingerprint:
+        return " (fingerprint)"
+    link = prefill.links.get(decode.worker_id)
+    return f" ({link.reason})" if link and link.reason else ""

@@ -1,0 +1,324 @@
+"""One worker as seen through its Session: the client side of worker.proto, used by routers and by the controller.
+
+States, in the order of a worker's life:
+    connecting  no stream yet, or `Opened` has not come; backs off and tries again for ever
+    ready       `Opened` came; heartbeats go out and something comes back at least every `heartbeat_s * missed_heartbeats`
+    draining    ready, but the worker takes no new sequence
+    lost        the stream broke or fell silent; every sequence open here was told so; next state is connecting
+    closed      this object was told to stop
+
+Invariants: a sequence attached here gets either its own end or `WorkerGone`, never silence. Another epoch is another worker:
+nothing survives a reconnect. Runs on the event loop; sending never blocks (the outbox is drained by one task).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.log import get_log
+from baton.request import FinishReason, Logprobs, Request, SampledToken
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.wire import PROTOCOL_VERSION, error_from_pb, request_to_pb
+from router.events import Inbox, SequenceEnded, SequenceRefused, TokenArrived, WorkerGone
+
+log = get_log("router.session")
+
+MIN_BACKOFF_S = 0.1  # first retry: a restarting gRPC server answers within one heartbeat (0.5 s, DESIGN section 5)
+MAX_BACKOFF_S = 2.0  # a worker that returns is seen within the 5 s of the peer-restart cases
+MAX_MESSAGE_BYTES = 64 << 20  # a Step with 20 logprobs for 64 sequences is under 1 MiB; a Request of 1M ids is 5 MiB
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a reconnect is a new connection, never a shared half-dead one
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionIdentity:
+    """Who opens Sessions: a router (or the controller) and its epoch."""
+
+    router_id: str
+    router_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """When a silent worker counts as dead. Defaults: DESIGN section 5."""
+
+    heartbeat_s: float = 0.5
+    missed_heartbeats: int = 3
+
+    @property
+    def silence_s(self) -> float:
+        return self.heartbeat_s * self.missed_heartbeats
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """What a worker last said of itself. Replaced whole at every `Opened`."""
+
+    opened: worker_pb2.Opened
+    load: worker_pb2.Load
+    links: dict[str, worker_pb2.LinkStatus] = field(default_factory=dict)  # by peer worker_id
+
+
+class SessionLost(Exception):
+    """The stream is of no more use; `str()` is the reason."""
+
+
+class WorkerSession:
+    """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        identity: SessionIdentity,
+        liveness: Liveness,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.worker_id = worker_id  # "" until the worker says its name (a static list knows addresses only)
+        self.address = address
+        self.view: WorkerView | None = None  # None unless a Session is open
+        self.reason = "not connected yet"  # why there is no view
+        self._identity = identity
+        self._liveness = liveness
+        self._on_change = on_change
+        self._inboxes: dict[int, Inbox] = {}
+        self._outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._heard_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"session {self.address}")
+
+    async def close(self, reason: str = "the worker left the fleet") -> None:
+        """Close the stream; sequences still open here are told `WorkerGone`."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._lose(reason)
+
+    @property
+    def state(self) -> str:
+        """connecting | ready | draining, as a router may use it."""
+        if self.view is None:
+            return "connecting"
+        return "draining" if self.view.load.draining else "ready"
+
+    @property
+    def epoch(self) -> int:
+        """The worker's, 0 while there is no Session."""
+        return self.view.opened.epoch if self.view else 0
+
+    async def _run(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                await self._one_stream()
+            except (SessionLost, grpc.aio.AioRpcError) as error:
+                reason = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            was_open = self.view is not None
+            self._lose(reason)
+            backoff_s = MIN_BACKOFF_S if was_open else min(2 * backoff_s, MAX_BACKOFF_S)
+            # Jitter of a half keeps routers from returning in step.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _one_stream(self) -> None:
+        """Serve one stream until it ends. Raises SessionLost or AioRpcError, never returns otherwise."""
+        self._outbox = asyncio.Queue()
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            call = stub.Session(self._requests())
+            self._heard_s = time.monotonic()
+            beat = asyncio.create_task(self._beat(call.cancel), name=f"heartbeat {self.address}")
+            try:
+                async for event in call:
+                    self._heard_s = time.monotonic()
+                    self._dispatch(event)
+                raise SessionLost("the worker closed the Session")
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+                raise SessionLost(self._silence()) from None  # the silence watch cancelled the call
+            finally:
+                beat.cancel()
+                call.cancel()
+
+    async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
+        yield worker_pb2.SessionRequest(
+            open=worker_pb2.Open(
+                router_id=self._identity.router_id,
+                router_epoch=self._identity.router_epoch,
+                protocol_version=PROTOCOL_VERSION,
+            )
+        )
+        outbox = self._outbox
+        while True:
+            yield await outbox.get()
+
+    async def _beat(self, cancel_call: Callable[[], bool]) -> None:
+        """Send heartbeats; cancel the call and return once the worker has been silent too long."""
+        while time.monotonic() - self._heard_s < self._liveness.silence_s:
+            self._send(worker_pb2.SessionRequest(heartbeat=worker_pb2.Heartbeat(sent_ns=time.monotonic_ns())))
+            await asyncio.sleep(self._liveness.heartbeat_s)
+        cancel_call()
+
+    def _silence(self) -> str:
+        return f"no answer to {self._liveness.missed_heartbeats} heartbeats of {self._liveness.heartbeat_s:g} s"
+
+    def _lose(self, reason: str) -> None:
+        if self.view is not None:
+            log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
+        self.view = None
+        self.reason = reason
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.put(WorkerGone(self.worker_id, reason))
+        self._on_change()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def attach(self, seq: int, inbox: Inbox) -> None:
+        """Deliver what this worker says of `seq` to `inbox`, until `detach`."""
+        if self.view is None:
+            inbox.put(WorkerGone(self.worker_id, self.reason))
+            return
+        self._inboxes[seq] = inbox
+
+    def detach(self, seq: int) -> None:
+        self._inboxes.pop(seq, None)
+
+    @property
+    def num_attached(self) -> int:
+        return len(self._inboxes)
+
+    def submit(self, request: Request, decode: worker_pb2.Peer | None, ttl_ms: int) -> None:
+        """Give the worker a sequence; `decode` None = prefill and decode both here. Attach first."""
+        self._send(
+            worker_pb2.SessionRequest(
+                submit=worker_pb2.Submit(request=request_to_pb(request), decode=decode, ttl_ms=max(1, ttl_ms))
+            )
+        )
+
+    def cancel(self, seq: int) -> None:
+        self._send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(seq=seq)))
+
+    def set_role(self, role: worker_pb2.Role.ValueType) -> None:
+        self._send(worker_pb2.SessionRequest(set_role=worker_pb2.SetRole(role=role)))
+
+    def drain(self, draining: bool) -> None:
+        self._send(worker_pb2.SessionRequest(drain=worker_pb2.Drain(draining=draining)))
+
+    def set_peers(self, decode: Sequence[worker_pb2.Peer]) -> None:
+        """Name the decode workers this router may ask the worker to hand over to."""
+        self._send(worker_pb2.SessionRequest(peers=worker_pb2.Peers(decode=decode)))
+
+    def peer(self) -> worker_pb2.Peer:
+        return worker_pb2.Peer(worker_id=self.worker_id, epoch=self.epoch, address=self.address)
+
+    def _send(self, message: worker_pb2.SessionRequest) -> None:
+        self._outbox.put_nowait(message)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: worker_pb2.SessionEvent) -> None:
+        kind = event.WhichOneof("message")
+        if kind == "step":
+            self._on_step(event.step)
+        elif kind == "opened":
+            self._on_opened(event.opened)
+        elif kind == "ended":
+            self._on_ended(event.ended)
+        elif kind == "refused":
+            if inbox := self._inboxes.pop(event.refused.seq, None):
+                inbox.put(SequenceRefused(self.worker_id, error_from_pb(event.refused.error)))
+        elif kind == "heartbeat":
+            self._on_load(event.heartbeat.load)
+        elif kind == "load":
+            self._on_load(event.load)
+        elif kind == "links":
+            self._on_links(event.links.links)
+
+    def _on_opened(self, opened: worker_pb2.Opened) -> None:
+        if opened.protocol_version != PROTOCOL_VERSION:
+            raise SessionLost(f"it speaks protocol version {opened.protocol_version}, this router {PROTOCOL_VERSION}")
+        if self.worker_id and opened.worker_id != self.worker_id:
+            raise SessionLost(f"another worker, {opened.worker_id!r}, answers at {self.address}")
+        self.worker_id = opened.worker_id
+        self.view = WorkerView(opened, opened.load)
+        log.info(
+            "worker_ready",
+            worker=opened.worker_id,
+            address=self.address,
+            epoch=opened.epoch,
+            role=worker_pb2.Role.Name(opened.role),
+        )
+        self._on_links(opened.links)
+
+    def _on_links(self, links: Sequence[worker_pb2.LinkStatus]) -> None:
+        if self.view is not None:
+            self.view.links = {status.peer.worker_id: status for status in links}
+            self._on_change()
+
+    def _on_load(self, load: worker_pb2.Load) -> None:
+        if self.view is None:
+            return
+        changed = load.role != self.view.load.role or load.draining != self.view.load.draining
+        self.view.load = load
+        if changed:
+            self._on_change()
+
+    def _on_step(self, step: worker_pb2.Step) -> None:
+        logprobs = {entry.entry: entry for entry in step.logprobs}
+        for entry, seq in enumerate(step.seq):
+            if inbox := self._inboxes.get(seq):
+                token = SampledToken(
+                    seq=seq,
+                    index=step.index[entry],
+                    token=step.token[entry],
+                    finish=FinishReason(step.flags[entry]),
+                    logprobs=_logprobs(logprobs.get(entry)),
+                )
+                inbox.put(TokenArrived(self.worker_id, token))
+        for ended in step.ended:
+            self._on_ended(ended)
+        if step.HasField("load"):
+            self._on_load(step.load)
+
+    def _on_ended(self, ended: worker_pb2.Ended) -> None:
+        if inbox := self._inboxes.pop(ended.seq, None):
+            inbox.put(
+                SequenceEnded(
+                    worker=self.worker_id,
+                    outcome=ended.outcome,
+                    finish=FinishReason(ended.finish_reason),
+                    error=error_from_pb(ended.error) if ended.HasField("error") else None,
+                    stats=ended.stats,
+                )
+            )
+
+
+def _being_cancelled() -> bool:
+    """Whether this task, and not just a call it awaits, was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _logprobs(entry: worker_pb2.TokenLogprobs | None) -> Logprobs | None:
+    if entry is None:
+        return None
+    return Logprobs(entry.logprob, tuple(entry.top_ids), tuple(entry.top_logprobs))
