@@ -4,7 +4,7 @@ Order, which is vLLM's where vLLM defines one (docs/design/logits_processors, v1
 
     1 logprobs are taken from the raw logits      5 presence and frequency penalty (output only, OpenAI's formula)
     2 logit_bias                                  6 temperature; 0 = the best token, the lowest id among equals
-    3 min_tokens: EOS and stop ids are forbidden  7 top_k, top_p, min_p: each may only raise a threshold on the logits
+    3 min_tokens: EOS and stop ids are forbidden  7 top_k, top_p, min_p: each may only raise a threshold on the probability
     4 repetition penalty (prompt and output)      8 draw: one uniform number against the cumulative distribution by id
 
 Tokens that equal the last one kept by top_k or top_p are kept too (as in Hugging Face's top_k), so no result depends on how a
@@ -27,7 +27,7 @@ from engine.ports import BatchEntry, Sample
 from engine.randomness import uniform
 
 _MIN_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM; dividing by less overflows
-_FIRST_TOP = 256  # candidates that top_p looks at first; it widens eightfold while their sum is short of top_p
+_FIRST_TOP = 64  # candidates that top_p looks at first; it widens eightfold while their sum is short of top_p
 
 
 def sample(logits: Tensor, entries: Sequence[BatchEntry], eos_token_ids: Sequence[int]) -> list[Sample]:
@@ -86,10 +86,12 @@ def _adjust(row: Tensor, entry: BatchEntry, eos_token_ids: Sequence[int]) -> Non
 def _draw(logits: Tensor, entries: Sequence[BatchEntry]) -> list[int]:
     """Steps 6 to 8 for rows [R, V] with a temperature."""
     temperatures = torch.tensor([entry.sampling.temperature for entry in entries], dtype=logits.dtype)[:, None]
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures  # [R, V], at most 0: any temperature is safe
-    for row, entry in zip(scaled, entries, strict=True):
-        row[row < _threshold(row, entry)] = -torch.inf
-    cumulative = scaled.softmax(-1).double().cumsum(-1)  # [R, V]
+    weights = ((logits - logits.amax(-1, keepdim=True)) / temperatures).softmax(-1)  # [R, V]
+    for row, entry in zip(weights, entries, strict=True):
+        threshold = _threshold(row, entry)
+        if threshold > 0.0:
+            row *= row >= threshold
+    cumulative = weights.cumsum(-1, dtype=torch.float64)  # [R, V]
     totals = cumulative[:, -1:]
     points = torch.tensor([_uniform(entry) for entry in entries], dtype=torch.float64)[:, None] * totals
     points = points.minimum(torch.nextafter(totals, torch.zeros_like(totals)))  # a product may round up to the total
@@ -99,28 +101,28 @@ def _draw(logits: Tensor, entries: Sequence[BatchEntry]) -> list[int]:
 
 
 def _threshold(row: Tensor, entry: BatchEntry) -> float:
-    """Return the lowest scaled logit that top_k, then top_p, then min_p keep. row [V], its maximum is 0."""
+    """Return the lowest probability that top_k, then top_p (of what is left), then min_p keep. row [V]."""
     params = entry.sampling
-    lowest = -math.inf
+    lowest = 0.0
     if 0 < params.top_k < len(row):
         lowest = row.topk(params.top_k).values[-1].item()
     if params.top_p < 1.0:
-        lowest = max(lowest, _top_p_threshold(row[row >= lowest], params.top_p))
+        lowest = max(lowest, _top_p_threshold(row, lowest, params.top_p))
     if params.min_p > 0.0:
-        lowest = max(lowest, math.log(params.min_p))
+        lowest = max(lowest, params.min_p * row.amax().item())
     return lowest
 
 
-def _top_p_threshold(kept: Tensor, top_p: float) -> float:
-    """Return the last logit of the smallest set of best tokens whose probability reaches top_p. kept [n]."""
-    goal = top_p * kept.double().exp().sum()
+def _top_p_threshold(row: Tensor, lowest: float, top_p: float) -> float:
+    """Return the least probability in the smallest set of best tokens that holds top_p of all that is >= lowest. row [V]."""
+    kept = row[row >= lowest] if lowest > 0.0 else row  # [n]
+    goal = top_p * kept.sum(dtype=torch.float64)
     width = min(_FIRST_TOP, len(kept))
     while True:
         best = kept.topk(width).values  # descending
-        reached = best.double().exp().cumsum(0) >= goal
-        if reached.any() or width == len(kept):
-            last = int(reached.int().argmax()) if reached.any() else width - 1
-            return best[last].item()
+        num_short = int((best.cumsum(0, dtype=torch.float64) < goal).sum())  # tokens that do not reach the goal yet
+        if num_short < width or width == len(kept):
+            return best[min(num_short, width - 1)].item()
         width = min(8 * width, len(kept))
 
 
