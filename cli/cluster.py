@@ -154,7 +154,7 @@ class Cluster:
         return child
 
     def _await_ready_line(self, child: Child) -> dict[str, object]:
-        """The process's first JSON line with "ready": true, whatever else it wrote before."""
+        """What the process said of itself once it served."""
         self._await(child, _PROCESS_START_S, lambda: _ready_line(child) is not None)
         ready = _ready_line(child)
         assert ready is not None
@@ -284,12 +284,13 @@ def _with_ports(config: ClusterConfig) -> ClusterConfig:
 
 
 def _ready_line(child: Child) -> dict[str, object] | None:
+    """The one JSON line with a pid that is not a log line."""
     for line in child.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("{") and '"ready"' in line:
+        if line.startswith("{"):
             try:
                 said = json.loads(line)
             except ValueError:
                 continue  # half a line: the rest comes
-            if said.get("ready") is True:
+            if "pid" in said and "event" not in said:
                 return dict(said)
     return None

@@ -69,7 +69,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """Print a table on stdout."""
     drawn = Table(title=title, title_justify="left")
     for column in columns:
-        drawn.add_column(column)
+        drawn.add_column(column, overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     output.print(drawn, markup=False)

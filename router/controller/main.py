@@ -1,7 +1,7 @@
 """The controller process: `python -m router.controller.main --config <file>`, the file being a resolved ClusterConfig in JSON.
 
     1. open the SLO store, serve Control (gRPC) and the admin endpoint (HTTP)
-    2. print one JSON line: {"ready": true, "pid", "control_address", "admin_port"}; log lines go to stderr
+    2. print one JSON line: {"pid", "control_address", "admin_port"}; log lines go to stderr
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
 A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
@@ -194,7 +194,7 @@ def _bind_admin(host: str, port: int) -> socket.socket:
 
 
 def _say_ready(control_address: str, admin_port: int) -> None:
-    line = {"ready": True, "pid": os.getpid(), "control_address": control_address, "admin_port": admin_port}
+    line = {"pid": os.getpid(), "control_address": control_address, "admin_port": admin_port}
     print(json.dumps(line), flush=True)
 
 
