@@ -78,7 +78,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the peer's writes; slots are freed once that is confirmed, quarantined until then."""
+        """Tell the peer, if it can be told, and stop its writes; slots stay quarantined until that is confirmed."""
         ...
 
     @property

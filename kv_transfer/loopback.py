@@ -21,6 +21,7 @@ from baton.errors import TransferFailed
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
 from kv_transfer.frame import pack_credit, unpack_credit
 
+_GOODBYE_SLOT = -1  # the credit lane that tells the peer of close()
 MAX_UNEXPECTED = 64  # messages kept for receives not posted yet, per lane; only copies ever get there
 
 
@@ -105,6 +106,8 @@ class LoopbackNetwork:
 
     def _apply_faults(self, lane: _Lane, data: bytes) -> list[bytes]:
         draw = self._random.random
+        if lane.slot == _GOODBYE_SLOT:
+            return [data]
         if draw() < (self.faults.credit_loss if lane.is_credit else self.faults.loss):
             return []
         if not lane.is_credit and draw() < self.faults.corrupt:
@@ -203,6 +206,7 @@ class LoopbackChannel:
         self._unexpected: dict[_Lane, deque[bytes]] = {}
         self._events: list[ChannelEvent] = []
         self._lost = False
+        self.post_credit(_GOODBYE_SLOT)
 
     def describe(self) -> str:
         return "loopback"
@@ -236,6 +240,7 @@ class LoopbackChannel:
         return events
 
     def close(self) -> None:
+        self._transport.send(self.peer_address, _Lane(self._nonce, 1 - self._outgoing, True, _GOODBYE_SLOT), b"")
         self._transport.forget(self._nonce)
 
     def deliver(self, lane: _Lane, data: bytes) -> None:
@@ -256,12 +261,12 @@ class LoopbackChannel:
             self._posted.add(lane)
 
     def _complete(self, lane: _Lane, data: bytes) -> None:
-        if not lane.is_credit:
+        if lane.slot == _GOODBYE_SLOT:
+            self._events.append(ChannelLost("the peer closed the pair"))
+        elif not lane.is_credit:
             self._ring[lane.slot][: len(data)] = data
             self._events.append(FrameArrived(lane.slot))
-            return
-        answer = unpack_credit(memoryview(data))
-        if answer is not None:
+        elif (answer := unpack_credit(memoryview(data))) is not None:
             self._events.append(Credit(lane.slot, *answer))
 
 

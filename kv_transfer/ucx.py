@@ -1,0 +1,321 @@
+"""The UCX transport: one context and one worker per process, one endpoint per pair. The only module that imports ucxx.
+
+Order of calls, and why (measured with ucxx 0.52 / UCX 1.21, DESIGN section 6):
+- receives are posted on the endpoint: those on the worker are never cancelled when a peer dies;
+- endpoints have error handling, and POSIX/SYSV_ERROR_HANDLING is on, else UCX drops shared memory without a word;
+- `progress_once` moves bytes but delivers no cancellation: while anything is closing, `progress` is called instead;
+- a receive that was cancelled or abandoned in Python is still written to by UCX: slots of a closed channel are kept, and counted
+  as quarantined, until each of its receives has completed.
+
+Tags: pair nonce (folded to 48 bits) | direction (1) | credit or frame (1) | slot (14). Each tag has at most one message under
+way, and its receive is posted before the message may be sent. The last credit slot carries the goodbye of a peer that closes
+while it lives: shared memory reports only death.
+
+Everything runs on the KV thread but `wake`. An address is UCX's, behind a magic word and its crc32c: UCX aborts the process on an
+address that it cannot parse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+from ucxx._lib import libucxx
+from ucxx._lib.arr import Array
+
+from baton.config import KVTransferConfig
+from baton.errors import ConfigError, TransferFailed
+from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
+from kv_transfer.frame import CREDIT_BYTES, crc32c, pack_credit, unpack_credit
+from kv_transfer.ucp_query import endpoint_transports
+
+_log = logging.getLogger(__name__)
+
+KEEPALIVE_INTERVAL = "1s"  # a killed peer on shared memory is noticed in 0.64-0.80 s; UCX's own 20 s is too long
+MIN_SHM_BYTES = 32 << 20  # UCX's receive segments of one worker grow to some MiB; 32 leaves room for several workers
+SHM_DIR = "/dev/shm"
+_GOODBYE_SLOT = (1 << 14) - 1  # the last that a tag has room for
+_GOODBYE_SPINS = 100  # progress calls given to a goodbye before the endpoint is forced shut
+RDMA_PREFIXES = (
+    "rc",
+    "dc",
+    "ud",
+    "ib",
+    "srd",
+)  # UCX's names of verbs transports: rc_verbs, rc_mlx5, dc_mlx5, ud_verbs, ...
+_SHM_NAMES = ("all", "shm", "sm", "mm", "posix", "sysv")
+_OK, _TRUNCATED = 0, -10  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
+_ADDRESS_HEAD = struct.Struct("<4sI")
+_ADDRESS_MAGIC = b"BUCX"
+
+
+class UcxTransport:
+    """A UCX worker and what it takes to sleep on it."""
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        """Start UCX.
+
+        Raises:
+            ConfigError: no such transport or device, no RDMA where it is required, too little shared memory.
+        """
+        if any(name in _SHM_NAMES for name in config.ucx_tls.split(",")):
+            check_shared_memory(SHM_DIR)
+        self._context = _make_context(config)
+        if config.require_rdma:
+            check_rdma(self._context.info)
+        self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker.init_blocking_progress_mode()
+        raw = self._worker.address.tobytes()
+        self.address = _ADDRESS_HEAD.pack(_ADDRESS_MAGIC, crc32c(memoryview(raw))) + raw
+        self._closing: list[UcxChannel] = []
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event_lock = threading.Lock()  # wake() may come while close() gives the fd back
+        self._closed = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._epoll.register(self._event_fd, select.EPOLLIN)
+
+    def open_channel(
+        self, peer_address: bytes, nonce: int, outgoing_lane: int, frame_bytes: int, num_slots: int
+    ) -> UcxChannel:
+        if num_slots > _GOODBYE_SLOT:
+            raise TransferFailed(f"num_slots is {num_slots}; the limit is {_GOODBYE_SLOT}")
+        try:
+            endpoint = self._worker.create_endpoint_from_worker_address(_parse_address(peer_address), True)
+            return UcxChannel(self, endpoint, nonce, outgoing_lane, frame_bytes, num_slots)
+        except (libucxx.UCXError, MemoryError, OSError) as error:
+            raise TransferFailed(f"no data path: {error}") from error
+
+    def progress(self, now_s: float) -> bool:
+        if self._closing:
+            self._worker.progress()
+            self._closing = [channel for channel in self._closing if not channel.release()]
+            return True
+        return bool(self._worker.progress_once())
+
+    def wait(self, timeout_s: float) -> None:
+        self._worker.progress()  # delivers the cancellations that follow a peer's death
+        if self._worker.arm():
+            self._epoll.poll(timeout_s)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event_fd)
+
+    def wake(self) -> None:
+        with self._event_lock:
+            if not self._closed:
+                os.eventfd_write(self._event_fd, 1)
+
+    def close(self) -> None:
+        with self._event_lock:
+            self._closed = True
+            os.close(self._event_fd)
+        self._epoll.close()
+        if self._closing:
+            _log.error("kv slots still quarantined at stop channels=%d", len(self._closing))
+        del self._worker, self._context  # UCX is shut down by their destructors
+
+    def flush(self, request: Any) -> None:
+        """Give a last message the chance to leave."""
+        for _ in range(_GOODBYE_SPINS):
+            if request.completed:
+                return
+            self._worker.progress_once()
+
+    def retire(self, channel: UcxChannel) -> None:
+        """Progress a closed channel until no peer can write to it."""
+        self._closing.append(channel)
+        self._worker.progress()
+
+
+class UcxChannel:
+    """One endpoint, its tags and its slots."""
+
+    def __init__(
+        self,
+        transport: UcxTransport,
+        endpoint: Any,  # ucxx has no types
+        nonce: int,
+        outgoing_lane: int,
+        frame_bytes: int,
+        num_slots: int,
+    ) -> None:
+        self.num_slots = num_slots
+        self.frame_bytes = frame_bytes
+        self._transport = transport
+        self._endpoint = endpoint
+        self._base = ((nonce ^ nonce >> 48) & 0xFFFF_FFFF_FFFF) << 16
+        self._outgoing = outgoing_lane
+        self._memory: memoryview | None = memoryview(
+            mmap.mmap(-1, 2 * num_slots * frame_bytes, flags=_MAP_FLAGS)
+        )  # ring, then send slots
+        self._credits = np.zeros((num_slots, CREDIT_BYTES), dtype=np.uint8)
+        self._ring = [Array(self.ring_slot(slot)) for slot in range(num_slots)]
+        self._frame_receives: dict[int, Any] = {}  # by slot
+        self._credit_receives: dict[int, Any] = {}  # by slot
+        self._sends: dict[int, Any] = {}  # by slot
+        self._credit_sends: list[tuple[Any, Array[Any]]] = []  # with the bytes that UCX reads
+        self._closed = False
+        self._failures: list[str] = []  # why the path is lost; the first one counts
+        self._goodbye = Array(bytearray(1))
+        self._goodbye_receive = endpoint.tag_recv(self._goodbye, self._tag(1 - outgoing_lane, True, _GOODBYE_SLOT))
+        endpoint.set_close_callback(self._failures.append, ("the peer closed or died",))  # no reference back to self
+
+    def describe(self) -> str:
+        names = endpoint_transports(self._endpoint.handle)
+        return "+".join(dict.fromkeys(names))
+
+    def ring_slot(self, slot: int) -> memoryview:
+        assert self._memory is not None, "the channel is closed"
+        return self._memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
+
+    def send_slot(self, slot: int) -> memoryview:
+        return self.ring_slot(self.num_slots + slot)
+
+    def post_frame(self, slot: int) -> None:
+        tag = self._tag(1 - self._outgoing, False, slot)
+        self._frame_receives[slot] = self._endpoint.tag_recv(self._ring[slot], tag)
+
+    def post_credit(self, slot: int) -> None:
+        tag = self._tag(self._outgoing, True, slot)
+        self._credit_receives[slot] = self._endpoint.tag_recv(Array(self._credits[slot]), tag)
+
+    def send_frame(self, slot: int, nbytes: int) -> None:
+        tag = self._tag(self._outgoing, False, slot)
+        self._sends[slot] = self._endpoint.tag_send(Array(self.send_slot(slot)[:nbytes]), tag)
+
+    def send_credit(self, credit: Credit) -> None:
+        data = Array(bytearray(pack_credit(credit.turn, credit.accepted)))
+        tag = self._tag(1 - self._outgoing, True, credit.slot)
+        self._credit_sends.append((self._endpoint.tag_send(data, tag), data))
+
+    def poll(self) -> list[ChannelEvent]:
+        events: list[ChannelEvent] = []
+        for slot in _take_completed(self._frame_receives, self._failures):
+            events.append(FrameArrived(slot))
+        for slot in _take_completed(self._credit_receives, self._failures):
+            answer = unpack_credit(memoryview(self._credits[slot]))
+            if answer is not None:
+                events.append(Credit(slot, *answer))
+        for slot in _take_completed(self._sends, self._failures):
+            events.append(SendDone(slot))
+        self._credit_sends = [entry for entry in self._credit_sends if not entry[0].completed]
+        if self._goodbye_receive.completed:
+            self._failures.append("the peer closed the pair")
+        if self._failures or not self._endpoint.alive:
+            events.append(ChannelLost([*self._failures, "the UCX endpoint failed"][0]))
+        return events
+
+    def close(self) -> None:
+        """Say goodbye, cancel every request and force the endpoint shut; a dead peer does not delay it."""
+        self._closed = True
+        if self._endpoint.alive and not self._failures:
+            tag = self._tag(self._outgoing, True, _GOODBYE_SLOT)
+            self._transport.flush(self._endpoint.tag_send(Array(bytearray(1)), tag))
+        self._endpoint.remove_close_callback()
+        self._endpoint.close_blocking()
+        self._transport.retire(self)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots of a closed channel that UCX may still read or write; 0 before close."""
+        requests = [*self._frame_receives.values(), *self._sends.values()]
+        return sum(not request.completed for request in requests) if self._closed else 0
+
+    def release(self) -> bool:
+        """Free the endpoint and the slots of a closed channel; False while UCX still uses any memory of it."""
+        requests = [*self._frame_receives.values(), *self._sends.values(), *self._credit_receives.values()]
+        requests += [self._goodbye_receive, *(request for request, _ in self._credit_sends)]
+        if not all(request.completed for request in requests):
+            return False
+        for requests_by_slot in (self._frame_receives, self._sends, self._credit_receives):
+            requests_by_slot.clear()
+        self._credit_sends.clear()
+        self._ring.clear()
+        self._goodbye_receive = self._endpoint = self._memory = None
+        return True
+
+    def _tag(self, direction: int, is_credit: bool, slot: int) -> Any:
+        return libucxx.UCXXTag(self._base | direction << 15 | is_credit << 14 | slot)
+
+
+_MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE  # first touch costs 0.2-0.4 GB/s: pay at connect
+
+
+def check_shared_memory(path: str) -> None:
+    """Refuse a shared-memory file system without room for UCX's segments; UCX itself fails late and obscurely.
+
+    Raises:
+        ConfigError: says how much there is and what to do.
+    """
+    try:
+        stat = os.statvfs(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be used: {error.strerror}; set kv.ucx_tls=tcp", field="kv.ucx_tls") from error
+    free_bytes = stat.f_bavail * stat.f_frsize
+    if free_bytes < MIN_SHM_BYTES:
+        raise ConfigError(
+            f"{path} has {free_bytes >> 20} MiB free; UCX's shared memory needs {MIN_SHM_BYTES >> 20}: enlarge it "
+            "(docker run --shm-size, or an emptyDir with medium: Memory) or set kv.ucx_tls=tcp",
+            field="kv.ucx_tls",
+        )
+
+
+def check_rdma(context_info: str) -> None:
+    """Refuse a UCX without an RDMA transport.
+
+    Raises:
+        ConfigError: lists the transports that there are.
+    """
+    names = sorted({line.split()[-1] for line in context_info.splitlines() if "resource" in line and "/" in line})
+    if not any(name.split("/")[0].split("_")[0] in RDMA_PREFIXES for name in names):
+        raise ConfigError(
+            f"require_rdma is set, but UCX offers only {', '.join(names)}: use an image whose UCX has verbs "
+            "(RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true) on a host with InfiniBand or RoCE",
+            field="kv.require_rdma",
+        )
+
+
+def _make_context(config: KVTransferConfig) -> Any:
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # `import ucxx` sets variables that a CPU build of UCX lacks
+    options = {
+        "TLS": config.ucx_tls,
+        "NET_DEVICES": config.ucx_net_devices,
+        "KEEPALIVE_INTERVAL": KEEPALIVE_INTERVAL,
+        "POSIX_ERROR_HANDLING": "y",
+        "SYSV_ERROR_HANDLING": "y",
+    }
+    features = (libucxx.Feature.TAG, libucxx.Feature.RMA, libucxx.Feature.WAKEUP)
+    try:
+        return libucxx.UCXContext(options, feature_flags=features)
+    except libucxx.UCXError as error:
+        raise ConfigError(
+            f"UCX does not start with ucx_tls={config.ucx_tls!r} and ucx_net_devices={config.ucx_net_devices!r}: {error}",
+            field="kv.ucx_tls",
+        ) from error
+
+
+def _parse_address(address: bytes) -> Any:
+    raw = address[_ADDRESS_HEAD.size :]
+    if not raw or address[: _ADDRESS_HEAD.size] != _ADDRESS_HEAD.pack(_ADDRESS_MAGIC, crc32c(memoryview(raw))):
+        raise TransferFailed("the peer's address is not a UCX address of this protocol")
+    return libucxx.UCXAddress.create_from_buffer(raw)
+
+
+def _take_completed(requests: dict[int, Any], failures: list[str]) -> list[int]:
+    """Remove completed requests; returns the slots of those that moved a message."""
+    done = [slot for slot, request in requests.items() if request.completed]
+    moved: list[int] = []
+    for slot in done:
+        status = int(requests.pop(slot).status)
+        if status in (_OK, _TRUNCATED):
+            moved.append(slot)
+        else:
+            failures.append(f"a UCX request failed with status {status}")
+    return moved
