@@ -1,0 +1,39 @@
+# make demo: one command from a fresh checkout to an answer.   make test: everything CI runs.
+SHELL := /bin/bash -o pipefail
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -e '$(1)' | sed -un 's/^ *Downloading /  /p; /^Installing/s/:.*//p'
+, := ,
+PACKAGES := baton engine kv_transfer worker prefill_worker decode_worker router bench cli
+PROTOS := $(wildcard proto/baton/v1/*.proto)
+
+.PHONY: venv demo test lint types stubs exact proto clean
+venv: .venv/installed
+demo: .venv/installed
+	@$(BIN)/baton model fetch smollm2
+	@$(BIN)/baton demo
+test: .venv/installed-test lint types stubs
+	@$(BIN)/baton model fetch smollm2
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+lint: .venv/installed-test
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+types: .venv/installed-test
+	@$(BIN)/mypy $(PACKAGES) tests
+stubs: .venv/installed-test # the generated stubs in baton/v1 are those of proto/
+	@rm -rf build/stubs && $(MAKE) -s proto STUBS=build/stubs && diff -r -x __pycache__ -x __init__.py build/stubs/baton/v1 baton/v1
+exact: .venv/installed-test
+	@$(BIN)/python -m pytest -m slow -k exact --timeout 3600
+proto: STUBS ?= .
+proto: .venv/installed-test
+	@mkdir -p $(STUBS) && $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+
+.venv/bin/python:
+	@echo "Creating .venv" && $(PYTHON) -m venv .venv
+.venv/installed: pyproject.toml | .venv/bin/python
+	@echo "Installing Baton and what it needs (torch and ray are large: some minutes)" && $(call INSTALL,.) && touch $@
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	@echo "Installing Baton with its tests and tools (some minutes)" && $(call INSTALL,.[test$(,)dev]) && touch $@
