@@ -163,11 +163,10 @@ class Answer:
         token_ids = choice.get("token_ids")
         if token_ids is not None:
             return len(token_ids)
-        text = choice.get("text") or (choice.get("delta") or {}).get("content")
-        if text:
-            return 1
-        # An answer whose only token has no text (EOS at once) is first seen when it finishes.
-        return 1 if choice.get("finish_reason") and not self._num_tokens else 0
+        if choice.get("finish_reason"):
+            # An answer whose only token has no text (EOS at once) is first seen when it finishes.
+            return 1 if has_text(choice) or not self._num_tokens else 0
+        return 1 if has_text(choice) or is_held_back(choice) else 0
 
     def finish(self) -> Finish:
         """Close the answer.
@@ -189,6 +188,16 @@ class Answer:
             cached_tokens=int((self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
             timings=self._timings,
         )
+
+
+def has_text(choice: Json) -> bool:
+    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+
+
+def is_held_back(choice: Json) -> bool:
+    """Whether this is a token whose text waits for the rest of a UTF-8 character: empty, and not chat's opening `role`."""
+    delta = choice.get("delta")
+    return choice.get("text") == "" if delta is None else delta.get("content") == "" and "role" not in delta
 
 
 def decode(payload: bytes) -> Json:

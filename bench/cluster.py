@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.model_store import store_dir
 from bench.client import CallFailed
 from bench.http_wire import Pool
 
@@ -25,6 +27,7 @@ STOP_TIMEOUT_S = 60.0  # Ctrl-C drains and cleans up; nothing is in flight by th
 POLL_S = 0.25
 LOG_LINES = 20  # of a cluster that did not start
 NUM_PORTS = 3
+BATON = Path(sys.executable).with_name("baton")  # the command of this very environment
 
 
 class ClusterError(Exception):
@@ -56,6 +59,11 @@ class Cluster:
         return f"http://127.0.0.1:{self.http_port}"
 
     @property
+    def run_folder(self) -> Path:
+        """Where `baton up` keeps what it writes; its name is a port that was free, so it is this cluster's alone."""
+        return store_dir() / "run" / str(self.admin_port)
+
+    @property
     def grpc_target(self) -> str:
         return f"grpc://127.0.0.1:{self.grpc_port}"
 
@@ -78,10 +86,9 @@ async def running(layout: Layout, extra_flags: Sequence[str] = ()) -> AsyncGener
     """
     cluster = Cluster(*free_ports(NUM_PORTS))
     ports = ("--http-port", cluster.http_port, "--grpc-port", cluster.grpc_port, "--admin-port", cluster.admin_port)
-    baton = Path(sys.executable).with_name("baton")  # the command of this very environment
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            baton,
+            BATON,
             "up",
             *layout.flags,
             *map(str, ports),
@@ -91,11 +98,17 @@ async def running(layout: Layout, extra_flags: Sequence[str] = ()) -> AsyncGener
             stderr=log,
             start_new_session=True,  # a Ctrl-C at the bench reaches the cluster through `stop`, once
         )
+        leave = asyncio.current_task()
+        assert leave is not None
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, leave.cancel)  # so that a cluster never outlives its bench
         try:
             await until_ready(cluster, process, layout, log.fileno())
             yield cluster
         finally:
             await stop(process)
+            loop.remove_signal_handler(signal.SIGTERM)
+    shutil.rmtree(cluster.run_folder, ignore_errors=True)  # after a success: else its logs say why
 
 
 async def until_ready(cluster: Cluster, process: asyncio.subprocess.Process, layout: Layout, log_fd: int) -> None:

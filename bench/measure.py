@@ -62,8 +62,8 @@ class Record:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens: the server's count when it is larger, since several can share a chunk of text."""
-        return max(len(self.token_times_s), self.usage_tokens or 0)
+        """Output tokens: the server's count where it gives one, since several can share a chunk of text."""
+        return len(self.token_times_s) if self.usage_tokens is None else self.usage_tokens
 
     @property
     def client_wait_ms(self) -> float:
@@ -189,7 +189,7 @@ def summarise(records: Sequence[Record], *, started_s: float, slo: SLO) -> Summa
         tpot_ms=percentiles(record.tpot_ms for record in completed if record.tpot_ms is not None),
         itl_ms=percentiles(gap for record in completed for gap in record.itl_ms),
         e2e_ms=percentiles(record.e2e_ms for record in completed),
-        num_unseen_tokens=sum(record.num_tokens - len(record.token_times_s) for record in completed),
+        num_unseen_tokens=sum(max(0, record.num_tokens - len(record.token_times_s)) for record in completed),
         num_shipped=len(shipped),
         kv_bytes=sum(timings.kv_bytes for timings in shipped),
         slo=judge(completed, len(failed), per_second, slo),
@@ -197,11 +197,14 @@ def summarise(records: Sequence[Record], *, started_s: float, slo: SLO) -> Summa
 
 
 def handoff_gaps(completed: Sequence[Record]) -> tuple[str, list[float]]:
-    """Where the gaps come from, and the gaps (ms) of all answers of two tokens or more; the two sources are never mixed."""
+    """Where the gaps come from, and the gaps (ms) of answers of two tokens or more; the two sources are never mixed.
+
+    A server that reports timings says 0 where one worker did both: no handoff, so no gap.
+    """
     answers = [record for record in completed if record.num_tokens > 1]
     measured = [record.timings.handoff_gap_ms for record in answers if record.timings is not None]
     if measured:
-        return GAP_FROM_SERVER, measured
+        return GAP_FROM_SERVER, [gap_ms for gap_ms in measured if gap_ms > 0]
     return GAP_FROM_CLIENT, [record.itl_ms[0] for record in answers if len(record.token_times_s) > 1]
 
 

@@ -1,7 +1,8 @@
 """`baton bench ping`: how long a worker's and the router's event loops keep a caller waiting while the engine decodes.
 
-Health.Check over gRPC, first on an idle cluster, then while `--batch` calls decode; p50 and p99 of both. DESIGN section 7 holds
-p99 to 5 ms at batch 32. The load runs in a process of its own, so the pings do not wait for the load generator's loop.
+Health.Check of the router and of each worker over gRPC, first on an idle cluster, then while `--batch` calls decode; p50 and p99
+of both. DESIGN section 7 holds p99 to 5 ms at batch 32. The load runs in a process of its own, so the pings do not wait for the
+load generator's loop.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
+import orjson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.client import CallFailed
-from bench.cluster import COLOCATED, DISAGGREGATED, Cluster, ClusterError, running
+from bench.cluster import BATON, COLOCATED, DISAGGREGATED, Cluster, ClusterError, running
 from bench.measure import Percentiles, percentiles
 from bench.report import dump, format_ms, this_machine
 from bench.serve_cli import positive_float, positive_int
@@ -33,7 +35,7 @@ BATCH_TIMEOUT_S = 120.0  # all prompts prefilled
 
 @dataclass(frozen=True, slots=True)
 class PingRow:
-    address: str
+    process: str
     state: str  # idle | decoding
     ping_ms: Percentiles
 
@@ -46,9 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--duration", type=positive_float, default=10.0, help="seconds of pings in each state (%(default)s)")
     add("--interval-ms", type=positive_float, default=10.0, help="between pings (%(default)s)")
     add("--colocated", action="store_true", help="one worker for both roles")
-    add(
-        "--ping", action="append", default=[], metavar="HOST:PORT", help="ping this too, e.g. a worker; may be repeated"
-    )
     add("--json", type=Path, help="write the result to this file")
 
 
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     for row in rows:
         ms = row.ping_ms
         print(
-            f"| {row.address} | {row.state} | {ms.n} | {format_ms(ms.p50)} | {format_ms(ms.p99)} | {format_ms(ms.max)} |"
+            f"| {row.process} | {row.state} | {ms.n} | {format_ms(ms.p50)} | {format_ms(ms.p99)} | {format_ms(ms.max)} |"
         )
     if args.json:
         args.json.write_bytes(dump({"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}))
@@ -73,16 +72,27 @@ def main(args: argparse.Namespace) -> int:
 
 async def measure(args: argparse.Namespace) -> list[PingRow]:
     async with running(COLOCATED if args.colocated else DISAGGREGATED) as cluster:
-        addresses = [f"127.0.0.1:{cluster.grpc_port}", *args.ping]
-        rows = await ping_all(addresses, "idle", args)
+        names = {f"127.0.0.1:{cluster.grpc_port}": "router", **await worker_names(cluster)}
+        rows = await ping_all(names, "idle", args)
         async with decoding(cluster, args.batch):
-            rows += await ping_all(addresses, "decoding", args)
+            rows += await ping_all(names, "decoding", args)
         return rows
 
 
-async def ping_all(addresses: list[str], state: str, args: argparse.Namespace) -> list[PingRow]:
-    times = await asyncio.gather(*(ping(address, args.duration, args.interval_ms / 1e3) for address in addresses))
-    return [PingRow(address, state, percentiles(ms)) for address, ms in zip(addresses, times, strict=True)]
+async def worker_names(cluster: Cluster) -> dict[str, str]:
+    """Address -> name of each worker, as `baton status` tells them."""
+    status = await asyncio.create_subprocess_exec(
+        BATON, "status", "--json", "--admin-port", str(cluster.admin_port), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await status.communicate()
+    if status.returncode != 0:
+        raise ClusterError(f"`baton status` ended with status {status.returncode}")
+    return {worker["address"]: f"{worker['role']} {worker['worker_id']}" for worker in orjson.loads(out)["workers"]}
+
+
+async def ping_all(names: dict[str, str], state: str, args: argparse.Namespace) -> list[PingRow]:
+    times = await asyncio.gather(*(ping(address, args.duration, args.interval_ms / 1e3) for address in names))
+    return [PingRow(name, state, percentiles(ms)) for name, ms in zip(names.values(), times, strict=True)]
 
 
 async def ping(address: str, duration_s: float, interval_s: float) -> list[float]:
@@ -102,10 +112,9 @@ async def ping(address: str, duration_s: float, interval_s: float) -> list[float
 @asynccontextmanager
 async def decoding(cluster: Cluster, batch: int) -> AsyncGenerator[None, None]:
     """Keep `batch` calls decoding, from another process."""
-    baton = Path(sys.executable).with_name("baton")
     flags = ("--input-len", "16", "--output-len", str(LOAD_OUTPUT_TOKENS), "--warmup", "0", "--no-progress")
     load = await asyncio.create_subprocess_exec(
-        baton, "bench", "serve", "--target", cluster.grpc_target, "--concurrency", str(batch), "--num-requests",
+        BATON, "bench", "serve", "--target", cluster.grpc_target, "--concurrency", str(batch), "--num-requests",
         str(100 * batch), *flags, stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -70,7 +70,7 @@ def render(console: Console, summary: Summary, generator: Generator, *, title: s
     """Print the table, then one line for each thing a reader must know to read it."""
     console.print(latency_table(summary, title))
     for line in notes(summary, generator):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def latency_table(summary: Summary, title: str) -> Table:
@@ -111,7 +111,7 @@ def notes(summary: Summary, generator: Generator) -> Iterator[str]:
     )
     yield (
         f"goodput {slo.goodput_per_s:.2f} calls/s; {slo.attainment:.1%} of {slo.num_judged} met TTFT <= {slo.ttft_ms:g} ms "
-        f"and TPOT <= {slo.tpot_ms:g} ms (first miss: {counted(slo.verdicts)})"
+        f"and TPOT <= {slo.tpot_ms:g} ms ({counted(slo.verdicts)})"
     )
     if summary.num_shipped:
         yield f"KV shipped between workers for {summary.num_shipped} calls, {summary.kv_bytes / 2**20:.1f} MiB"
@@ -129,6 +129,7 @@ def notes(summary: Summary, generator: Generator) -> Iterator[str]:
 
 
 def counted(counts: Mapping[str, int]) -> str:
+    """Verdicts in words; a call is counted under the first target that it missed."""
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or "nothing to judge"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.client import CallFailed
+from bench.client_openai import Answer
 from bench.http_wire import ChunkedBody, Pool, SizedBody, SseLines, body_of, parse_head
 
 
@@ -68,3 +70,35 @@ def test_what_is_not_http_is_a_protocol_error(raw: bytes) -> None:
 def test_a_url_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match="http://"):
         Pool("ftp://x")
+
+
+CHAT_OPENING = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens"),
+    [
+        ({"text": "ab", "finish_reason": None}, 1),
+        ({"text": "", "finish_reason": None}, 1),  # half a UTF-8 character: its text comes with the next token
+        ({"delta": {"content": ""}, "finish_reason": None}, 1),
+        ({"text": "ab", "token_ids": [1, 2, 3], "finish_reason": None}, 3),
+        (CHAT_OPENING, 0),
+        ({"delta": {"role": "assistant", "content": "a"}, "finish_reason": None}, 1),
+    ],
+)
+def test_each_kind_of_chunk_counts_its_tokens(choice: dict[str, object], tokens: int) -> None:
+    assert Answer().take(orjson.dumps({"choices": [choice]})) == tokens
+
+
+def test_an_answer_whose_only_token_has_no_text_is_seen_when_it_finishes() -> None:
+    answer = Answer()
+    assert answer.take(orjson.dumps({"choices": [CHAT_OPENING]})) == 0
+    assert answer.take(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}') == 1
+    assert answer.take(b"[DONE]") == 0
+    answer.finish()
+
+
+@pytest.mark.parametrize("payload", [b"{", b"[1]", b"null"])
+def test_a_payload_that_is_no_object_is_a_protocol_error(payload: bytes) -> None:
+    with pytest.raises(CallFailed):
+        Answer().take(payload)

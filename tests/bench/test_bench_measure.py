@@ -98,6 +98,12 @@ def test_the_servers_handoff_gap_is_preferred_and_never_mixed_with_the_clients()
     assert (summary.handoff_gap_ms.n, summary.handoff_gap_ms.max) == (1, 42.0)
 
 
+def test_answers_of_one_worker_have_no_handoff_and_so_no_gap() -> None:
+    here, shipped = record(timings=ServerTimings()), record(timings=ServerTimings(handoff_gap_ms=42.0))
+    assert summarise([here, shipped], started_s=0.0, slo=LOOSE).handoff_gap_ms.n == 1
+    assert summarise([here], started_s=0.0, slo=LOOSE).handoff_gap_ms.n == 0
+
+
 def test_without_the_servers_word_the_gap_is_token_one_to_token_two() -> None:
     summary = summarise([record(), record((1.0,))], started_s=0.0, slo=LOOSE)
     assert summary.handoff_gap_source == GAP_FROM_CLIENT
