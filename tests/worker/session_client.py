@@ -23,6 +23,7 @@ class SessionClient:
         self.load = worker_pb2.Load()
         self.links: dict[str, worker_pb2.LinkStatus] = {}
         self.tokens: dict[int, dict[int, int]] = {}
+        self.logprobs: dict[int, dict[int, tuple[float, list[int]]]] = {}  # seq -> index -> (logprob, top ids)
         self.ended: dict[int, worker_pb2.Ended] = {}
         self.refused: dict[int, worker_pb2.ErrorInfo] = {}
         self.failure: grpc.aio.AioRpcError | None = None
@@ -91,6 +92,9 @@ class SessionClient:
             for seq, index, token in zip(event.step.seq, event.step.index, event.step.token, strict=True):
                 assert index not in self.tokens.setdefault(seq, {}), "a token came twice"
                 self.tokens[seq][index] = token
+            for entry in event.step.logprobs:
+                by_index = self.logprobs.setdefault(event.step.seq[entry.entry], {})
+                by_index[event.step.index[entry.entry]] = (entry.logprob, list(entry.top_ids))
             for ended in event.step.ended:
                 self._on_ended(ended)
         elif kind == "ended":
