@@ -3,6 +3,7 @@
 One tensor [L, 2, N, S, K, D]: for a layer and a component, block b is one contiguous run of bytes, so that gather is an
 index_select straight into the caller's buffer. gather and scatter may run on the KV thread while the engine thread computes,
 for blocks that only the caller owns; they take no lock.
+Slots that no token has filled are read and masked, so they must hold finite numbers; fresh ones are 0.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
@@ -171,3 +172,54 @@ def _weights(config: dict[str, object], rng: np.random.Generator) -> dict[str, N
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def make_tiny_gguf(path: Path, hf_model: Path) -> Path:
+    """Write the tiny Llama in `hf_model` as one fp32 GGUF file, q and k rows interleaved as llama.cpp's converter does."""
+    config = json.loads((hf_model / "config.json").read_text())
+    tokenizer = json.loads((hf_model / "tokenizer.json").read_text())
+    tokens = [token for token, _ in sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in tokens])  # 3 = control, 1 = normal
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(EOS_TOKEN_ID)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in load_file(hf_model / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str) -> str:
+    for hf_part, gguf_part in (
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers.", "blk."),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.", "attn_"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("mlp.", "ffn_"),
+        ("_proj", ""),
+    ):
+        name = name.replace(hf_part, gguf_part)
+    return name
