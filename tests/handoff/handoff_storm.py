@@ -1,0 +1,151 @@
+"""Random scenarios from a seed: a cluster of some shape, a handful of calls, and trouble between them.
+
+`calm` injects nothing: every call must be whole. `storm` may lose, damage, copy, reorder and delay frames, cut links, restart
+workers, kill the router, cancel at any moment, let a deadline pass or the model fail: then every call must end, and never
+with a wrong token. Both end with a drain and plain calls between every pair of workers, equal to the reference.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from baton.request import SamplingParams
+from kv_transfer.loopback import Faults
+from tests.handoff.handoff_calls import Call, Rig, random_prompt
+from tests.handoff.handoff_links import cut
+from tests.handoff.handoff_rig import EOS, Cluster, RigConfig
+from worker.links import State
+
+CALM_S = 0.5  # long enough for links to be ready
+MAX_PROMPT = 60  # tokens: 15 blocks, 4 chunks
+
+
+def random_config(rng: random.Random) -> RigConfig:
+    return RigConfig(
+        num_prefill=rng.choice((1, 1, 2)),
+        num_decode=rng.choice((1, 1, 2)),
+        prefill_blocks=rng.choice((20, 40, 64)),
+        decode_blocks=rng.choice((20, 24, 40, 64)),
+        chunk_tokens=rng.choice((4, 16, 64)),
+        step_tokens=rng.choice((16, 32, 64)),
+        max_num_seqs=rng.choice((1, 3, 8)),
+        prefix_cache=rng.random() < 0.6,
+        blocks_per_frame=rng.choice((1, 2, 5)),
+        num_slots=rng.choice((1, 2, 4)),
+    )
+
+
+def random_faults(rng: random.Random) -> Faults:
+    """Each kind of fault in half of the storms; rates as on a network that is nearly unusable."""
+
+    def sometimes(most: float) -> float:
+        return most * rng.random() if rng.random() < 0.5 else 0.0
+
+    return Faults(
+        seed=rng.getrandbits(32),
+        delay_s=sometimes(0.05),
+        jitter_s=sometimes(0.2),
+        loss=sometimes(0.1),
+        corrupt=sometimes(0.2),
+        duplicate=sometimes(0.3),
+        reorder=sometimes(0.5),
+    )
+
+
+class Scenario:
+    """One seed's story."""
+
+    def __init__(self, seed: int, config: RigConfig | None = None) -> None:
+        rng = random.Random(seed)
+        self.rng = rng
+        self.rig = Rig(seed, Cluster(seed, config or random_config(rng)))
+        self.cluster = self.rig.cluster
+        self._stem = random_prompt(rng, MAX_PROMPT)  # prompts share a beginning of some length
+
+    def call(self, **overrides: float) -> Call:
+        rng = self.rng
+        shared = rng.choice((0, 0, 8, 17, 40))
+        prompt = (*self._stem[:shared], *random_prompt(rng, rng.randint(1, MAX_PROMPT - shared)))
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 2, 3, 8, 20)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.getrandbits(32),
+            ignore_eos=rng.random() < 0.5,
+        )
+        return self.rig.router.submit(
+            prompt,
+            prefill=rng.choice([name for name in self.cluster.workers if name.startswith("prefill")]),
+            decode=rng.choice([name for name in self.cluster.workers if name.startswith("decode")]),
+            local=rng.random() < 0.1,
+            num_sent=rng.randrange(sampling.max_tokens) if rng.random() < 0.2 and sampling.ignore_eos else 0,
+            ttl_s=overrides.get("ttl_s", 60.0),
+            sampling=sampling,
+            script=(EOS,) if rng.random() < 0.1 and not sampling.ignore_eos else (),
+        )
+
+    def calm(self) -> Rig:
+        self.cluster.run_for(CALM_S * self.rng.random())
+        for _ in range(self.rng.randint(2, 7)):
+            self.call()
+            self.cluster.run_turns(self.rng.randrange(40))
+        self.rig.finish_all()
+        return self.rig
+
+    def storm(self) -> Rig:
+        self.cluster.run_for(CALM_S)
+        self.cluster.network.faults = random_faults(self.rng)
+        for _ in range(self.rng.randint(3, 8)):
+            self.call(ttl_s=self.rng.choice((0.05, 1.0, 60.0, 60.0, 60.0)))
+            for _ in range(self.rng.randint(0, 3)):
+                self.cluster.run_turns(self.rng.randrange(30))
+                self.trouble()
+        self.calm_down()
+        return self.rig
+
+    def calm_down(self) -> None:
+        """Faults end; everything ends; plain calls work between every pair."""
+        self.cluster.network.faults = replace(self.cluster.network.faults, loss=0, corrupt=0, duplicate=0, reorder=0)
+        self.rig.drain()
+        self.plain_calls()
+
+    def plain_calls(self) -> None:
+        router = self.rig.router
+        assert self.cluster.run_until(self._links_are_ready, limit_s=30.0), "links do not come back"
+        calls = [
+            router.submit(random_prompt(self.rng, 30), 5, prefill=prefill, decode=decode)
+            for prefill in self.cluster.workers
+            for decode in self.cluster.workers
+            if prefill.startswith("prefill") and decode.startswith("decode")
+        ]
+        self.rig.drain()
+        assert all(call.is_finished for call in calls), f"seed {self.rig.seed}: a plain call failed afterwards"
+
+    def _links_are_ready(self) -> bool:
+        states = [
+            end.state
+            for worker in self.cluster.workers.values()
+            for key, end in worker.links.ends.items()
+            if end.opener and any(key.endswith(f"{peer.epoch:016x}") for peer in self.cluster.workers.values())
+        ]
+        num_pairs = self.cluster.config.num_prefill * self.cluster.config.num_decode
+        return states.count(State.READY) == num_pairs
+
+    def trouble(self) -> None:
+        """One thing goes wrong, perhaps."""
+        rng, cluster, router = self.rng, self.cluster, self.rig.router
+        worker = cluster.workers[rng.choice(sorted(cluster.workers))]
+        match rng.choice(("nothing", "nothing", "cancel", "cancel", "cut", "restart", "model", "router", "time")):
+            case "cancel" if router.calls:
+                router.cancel(rng.choice(router.calls))
+            case "cut" if worker.links.ends:
+                cut(worker.links.ends[rng.choice(sorted(worker.links.ends))], rng)
+            case "restart" if rng.random() < 0.5:
+                cluster.restart(worker.worker_id)
+                router.on_worker_lost(worker)
+            case "model" if router.calls:
+                worker.fail_seqs.add(rng.choice(router.calls).seq)
+            case "router" if rng.random() < 0.2:
+                self.rig.replace_router()
+            case "time":
+                cluster.run_for(rng.random())

@@ -1,0 +1,24 @@
+"""The whole handoff, in random order and under random trouble; a failing seed is named in the message.
+
+To look into one: `Scenario(seed).storm()` repeats it turn by turn.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.handoff.handoff_storm import Scenario
+
+BLOCK = 25  # seeds per test: a second or two
+
+
+@pytest.mark.parametrize("start", range(0, 100, BLOCK))
+def test_without_faults_every_call_is_whole_and_equals_the_reference(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Scenario(seed).calm()
+
+
+@pytest.mark.parametrize("start", range(0, 100, BLOCK))
+def test_under_faults_every_call_ends_nothing_leaks_and_no_token_is_wrong(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Scenario(seed).storm()
