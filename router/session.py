@@ -132,6 +132,8 @@ class WorkerSession:
             except (SessionLost, grpc.aio.AioRpcError) as error:
                 reason = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
             was_open = self.view is not None
+            if was_open:
+                log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
             self._lose(reason)
             backoff_s = MIN_BACKOFF_S if was_open else min(2 * backoff_s, MAX_BACKOFF_S)
             # Jitter of a half keeps routers from returning in step.
@@ -181,8 +183,6 @@ class WorkerSession:
         return f"no answer to {self._liveness.missed_heartbeats} heartbeats of {self._liveness.heartbeat_s:g} s"
 
     def _lose(self, reason: str) -> None:
-        if self.view is not None:
-            log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
         self.view = None
         self.reason = reason
         inboxes, self._inboxes = self._inboxes, {}
