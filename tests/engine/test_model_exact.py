@@ -53,7 +53,6 @@ class Pair:
     def __init__(self, path: Path) -> None:
         self.ours = load_torch_runner(load_model_files(str(path)), EngineConfig(), "float32", NUM_BLOCKS)
         self.theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.theirs.eval()
 
     @torch.inference_mode()
     def reference(self, token_ids: Sequence[int]) -> Tensor:
