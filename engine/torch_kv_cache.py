@@ -32,6 +32,8 @@ class TorchKVCache:
     @torch.inference_mode()
     def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
         """Copy blocks into `out` in wire order; see KVCache."""
+        if not block_ids:
+            return
         index, wire = self._wire(block_ids, layer_start, num_layers, out)
         for i in range(num_layers):
             for component in range(self.layout.num_components):
@@ -40,6 +42,8 @@ class TorchKVCache:
     @torch.inference_mode()
     def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
         """Copy wire bytes into blocks; a read-only buffer costs one copy more."""
+        if not block_ids:
+            return
         if data.readonly:
             data = memoryview(bytearray(data))
         index, wire = self._wire(block_ids, layer_start, num_layers, data)
