@@ -64,7 +64,8 @@ class KVPlane:
             ConfigError: see make_transport.
         """
         self._transport = transport or make_transport(config, f"{epoch:016x}")
-        self._core = PlaneCore(store, config, epoch, on_event, self._transport, time.monotonic())
+        self._on_event = on_event
+        self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, time.monotonic())
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-kv", daemon=True)
@@ -89,7 +90,7 @@ class KVPlane:
             self._thread.join()
 
     def load(self) -> KVLoad:
-        """Gauges and totals; at most PUBLISH_PERIOD_S old while busy, exact when idle."""
+        """Gauges and totals; not older than the last event, at most PUBLISH_PERIOD_S old while busy, exact when idle."""
         return self._load
 
     def peers(self) -> dict[str, PairStatus]:
@@ -164,6 +165,10 @@ class KVPlane:
         if self._stale and (not busy or now_s - self._published_s >= PUBLISH_PERIOD_S):
             self._publish(now_s)
         return busy
+
+    def _deliver(self, event: KVEvent) -> None:
+        self._publish(time.monotonic())
+        self._on_event(event)
 
     def _publish(self, now_s: float) -> None:
         self._load = self._core.load()

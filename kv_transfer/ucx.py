@@ -11,8 +11,8 @@ Tags: pair nonce (folded to 48 bits) | direction (1) | credit or frame (1) | slo
 way, and its receive is posted before the message may be sent. The last credit slot carries the goodbye of a peer that closes
 while it lives: shared memory reports only death.
 
-Everything runs on the KV thread but `wake`. An address is UCX's, behind a magic word and its crc32c: UCX aborts the process on an
-address that it cannot parse.
+Everything runs on the KV thread but `wake`. An address is UCX's, behind a magic word, a crc32c (UCX aborts the process on an
+address that it cannot parse) and the identity of the process (liveness.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from baton.config import KVTransferConfig
 from baton.errors import ConfigError, TransferFailed
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
 from kv_transfer.frame import CREDIT_BYTES, crc32c, pack_credit, unpack_credit
+from kv_transfer.liveness import ProcessIdentity, own_identity
 from kv_transfer.ucp_query import endpoint_transports
 
 _log = logging.getLogger(__name__)
@@ -52,8 +53,10 @@ RDMA_PREFIXES = (
 )  # UCX's names of verbs transports: rc_verbs, rc_mlx5, dc_mlx5, ud_verbs, ...
 _SHM_NAMES = ("all", "shm", "sm", "mm", "posix", "sysv")
 _OK, _TRUNCATED = 0, -10  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
-_ADDRESS_HEAD = struct.Struct("<4sI")
-_ADDRESS_MAGIC = b"BUCX"
+LIVENESS_PERIOD_S = 0.5  # how often peers on this machine are looked at; half of UCX's keepalive
+_ADDRESS_MAGIC = b"BUC1"
+_ADDRESS_HEAD = struct.Struct("<4sIIQ")  # magic, crc32c of what follows, pid, start time of the process
+_ADDRESS_UNCHECKED_BYTES = 8  # magic and crc
 
 
 class UcxTransport:
@@ -72,9 +75,10 @@ class UcxTransport:
             check_rdma(self._context.info)
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
-        raw = self._worker.address.tobytes()
-        self.address = _ADDRESS_HEAD.pack(_ADDRESS_MAGIC, crc32c(memoryview(raw))) + raw
+        self.address = _pack_address(self._worker.address.tobytes(), own_identity())
+        self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
+        self._next_liveness_s = 0.0
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._event_lock = threading.Lock()  # wake() may come while close() gives the fd back
         self._closed = False
@@ -88,12 +92,19 @@ class UcxTransport:
         if num_slots > _GOODBYE_SLOT:
             raise TransferFailed(f"num_slots is {num_slots}; the limit is {_GOODBYE_SLOT}")
         try:
-            endpoint = self._worker.create_endpoint_from_worker_address(_parse_address(peer_address), True)
-            return UcxChannel(self, endpoint, nonce, outgoing_lane, frame_bytes, num_slots)
+            ucx_address, process = _parse_address(peer_address)
+            endpoint = self._worker.create_endpoint_from_worker_address(ucx_address, True)
+            channel = UcxChannel(self, endpoint, process, nonce, outgoing_lane, frame_bytes, num_slots)
         except (libucxx.UCXError, MemoryError, OSError) as error:
             raise TransferFailed(f"no data path: {error}") from error
+        self._open.append(channel)
+        return channel
 
     def progress(self, now_s: float) -> bool:
+        if now_s >= self._next_liveness_s:
+            self._next_liveness_s = now_s + LIVENESS_PERIOD_S
+            for channel in self._open:
+                channel.check_peer()
         if self._closing:
             self._worker.progress()
             self._closing = [channel for channel in self._closing if not channel.release()]
@@ -130,6 +141,7 @@ class UcxTransport:
 
     def retire(self, channel: UcxChannel) -> None:
         """Progress a closed channel until no peer can write to it."""
+        self._open.remove(channel)
         self._closing.append(channel)
         self._worker.progress()
 
@@ -141,6 +153,7 @@ class UcxChannel:
         self,
         transport: UcxTransport,
         endpoint: Any,  # ucxx has no types
+        process: ProcessIdentity,
         nonce: int,
         outgoing_lane: int,
         frame_bytes: int,
@@ -150,6 +163,7 @@ class UcxChannel:
         self.frame_bytes = frame_bytes
         self._transport = transport
         self._endpoint = endpoint
+        self._process = process if process.is_running() else None  # None: not to be seen from here
         self._base = ((nonce ^ nonce >> 48) & 0xFFFF_FFFF_FFFF) << 16
         self._outgoing = outgoing_lane
         self._memory: memoryview | None = memoryview(
@@ -211,6 +225,10 @@ class UcxChannel:
         if self._failures or not self._endpoint.alive:
             events.append(ChannelLost([*self._failures, "the UCX endpoint failed"][0]))
         return events
+
+    def check_peer(self) -> None:
+        if self._process is not None and not self._process.is_running():
+            self._failures.append("the peer's process is gone")
 
     def close(self) -> None:
         """Say goodbye, cancel every request and force the endpoint shut; a dead peer does not delay it."""
@@ -301,11 +319,23 @@ def _make_context(config: KVTransferConfig) -> Any:
         ) from error
 
 
-def _parse_address(address: bytes) -> Any:
-    raw = address[_ADDRESS_HEAD.size :]
-    if not raw or address[: _ADDRESS_HEAD.size] != _ADDRESS_HEAD.pack(_ADDRESS_MAGIC, crc32c(memoryview(raw))):
-        raise TransferFailed("the peer's address is not a UCX address of this protocol")
-    return libucxx.UCXAddress.create_from_buffer(raw)
+def _pack_address(ucx_address: bytes, process: ProcessIdentity) -> bytes:
+    rest = _ADDRESS_HEAD.pack(b"", 0, process.pid, process.start_ticks)[_ADDRESS_UNCHECKED_BYTES:] + ucx_address
+    return _ADDRESS_MAGIC + crc32c(memoryview(rest)).to_bytes(4, "little") + rest
+
+
+def _parse_address(address: bytes) -> tuple[Any, ProcessIdentity]:
+    """Split a peer's address.
+
+    Raises:
+        TransferFailed: it is not one.
+    """
+    if len(address) > _ADDRESS_HEAD.size:
+        magic, crc, pid, start_ticks = _ADDRESS_HEAD.unpack_from(address)
+        if magic == _ADDRESS_MAGIC and crc == crc32c(memoryview(address)[_ADDRESS_UNCHECKED_BYTES:]):
+            ucx_address = libucxx.UCXAddress.create_from_buffer(address[_ADDRESS_HEAD.size :])
+            return ucx_address, ProcessIdentity(pid, start_ticks)
+    raise TransferFailed("the peer's address is not a UCX address of this protocol")
 
 
 def _take_completed(requests: dict[int, Any], failures: list[str]) -> list[int]:

@@ -1,4 +1,6 @@
-"""A worker process with nothing but a KV plane, driven over its standard input: `python kv_peer.py TLS FRAME_BYTES SEED NUM_BLOCKS`.
+"""A worker process with nothing but a KV plane, driven over its standard input.
+
+    python kv_peer.py TLS FRAME_BYTES SEED NUM_BLOCKS
 
 Each input line is a JSON list [method of KVPlane, *arguments]; bytes travel as hex. Each event is printed as [name, *fields]. The
 first line printed is ["address", hex]. `blocks [ids]` answers with the digest of those blocks, `load` with the plane's gauges,
