@@ -36,16 +36,27 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which workers, and the flags of `baton up` that make them."""
+    """How many workers of each kind."""
 
     name: str
-    flags: tuple[str, ...]
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes `baton up` start just these, all three said so that no default adds one."""
+        return {
+            "BATON__PREFILL": str(self.prefill),
+            "BATON__DECODE": str(self.decode),
+            "BATON__BOTH": str(self.both),
+        }
 
 
 # Threads of an engine are cores / workers on the host (EngineConfig.num_threads = 0): on 2 cores the lone worker has 2.
-DISAGGREGATED = Layout("P/D 1+1", ("--prefill", "1", "--decode", "1"))
-COLOCATED = Layout("colocated", ("--colocated",))
-REPLICAS = Layout("2 colocated replicas", ("--prefill", "0", "--decode", "0", "--both", "2"))
+DISAGGREGATED = Layout("P/D 1+1", prefill=1, decode=1)
+COLOCATED = Layout("colocated", both=1)
+REPLICAS = Layout("2 colocated replicas", both=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +101,9 @@ async def running(layout: Layout, extra_flags: Sequence[str] = ()) -> AsyncGener
         process = await asyncio.create_subprocess_exec(
             BATON,
             "up",
-            *layout.flags,
             *map(str, ports),
             *extra_flags,
+            env={**os.environ, **layout.environment},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -48,21 +48,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def main(args: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    status = 0
     try:
-        rows = asyncio.run(compare(args))
+        asyncio.run(compare(args, rows))
     except (ClusterError, CallFailed, OSError) as error:
         print(f"baton bench compare: {error}", file=sys.stderr)
-        return 2
+        status = 2
     machine = this_machine()
-    print(markdown(rows, machine))
+    print(markdown(rows, machine))  # after an error too: what was measured until then
     if args.json:
-        document = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
+        document = {"machine": asdict(machine), "complete": status == 0, "rows": [asdict(row) for row in rows]}
         args.json.write_bytes(dump(document))
-    return 1 if any(row.summary.num_completed == 0 for row in rows) else 0
+    return status or int(any(row.summary.num_completed == 0 for row in rows))
 
 
-async def compare(args: argparse.Namespace) -> list[Row]:
-    rows = []
+async def compare(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure layout after layout, adding to `rows` as each figure is there."""
     for layout in LAYOUTS:
         print(f"{layout.name}: starting", file=sys.stderr)
         async with running(layout, args.up_flags) as cluster:
@@ -71,7 +73,6 @@ async def compare(args: argparse.Namespace) -> list[Row]:
                 result = await serve(options_of(args, target, concurrency))
                 rows.append(row_of(layout, concurrency, result))
                 print(f"{layout.name}: {concurrency} concurrent done", file=sys.stderr)
-    return rows
 
 
 def options_of(args: argparse.Namespace, target: str, concurrency: int) -> ServeOptions:

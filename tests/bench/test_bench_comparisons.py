@@ -22,6 +22,7 @@ FAKE_BATON = f"""#!{sys.executable}
 import http.server, os, pathlib, signal, sys
 here = pathlib.Path(__file__).parent
 (here / "argv").write_text(" ".join(sys.argv[1:]))
+(here / "sizes").write_text(" ".join(os.environ["BATON__" + n] for n in ("PREFILL", "DECODE", "BOTH")))
 (here / "pid").write_text(str(os.getpid()))
 MODE = (here / "mode").read_text()
 if MODE == "dies":
@@ -69,7 +70,8 @@ async def test_a_cluster_is_started_on_its_own_ports_waited_for_and_stopped(fake
     async with running(DISAGGREGATED, ["--chunk-tokens", "64"]) as found:
         found.run_folder.mkdir(parents=True)
         argv = (fake_baton / "argv").read_text()
-        assert argv.startswith("up --prefill 1 --decode 1 ")
+        assert argv.startswith("up --http-port ")
+        assert (fake_baton / "sizes").read_text() == "1 1 0"
         assert argv.endswith(f"--admin-port {found.admin_port} --chunk-tokens 64")
         assert len({found.http_port, found.grpc_port, found.admin_port}) == 3
     assert (fake_baton / "stopped").read_text() == "by SIGINT"

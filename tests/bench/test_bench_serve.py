@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -25,6 +27,7 @@ from tests.bench.scripted_servers import Script, ScriptFor, Seen, grpc_server, o
 Server = Callable[[ScriptFor], AbstractAsyncContextManager[tuple[str, Seen]]]
 BOTH = pytest.mark.parametrize("server", [openai_server, grpc_server], ids=["http", "grpc"])
 
+REPOSITORY = Path(__file__).parents[2]
 QUICK = ServeOptions(
     target="",
     concurrency=4,
@@ -294,3 +297,9 @@ def test_an_option_out_of_its_range_is_refused(flags: tuple[str, str], capsys: p
         bench("serve", *flags)
     assert raised.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+def test_the_benches_load_neither_torch_nor_ray_nor_transformers() -> None:
+    script = "import sys, bench.cli; print(sorted({'torch', 'ray', 'transformers', 'rich'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert found.stdout.strip() == "[]"
