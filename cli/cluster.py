@@ -4,7 +4,7 @@
     2. ray         the head, loopback only, with a token
     3. controller  the admin endpoint, the worker actors
     4. router      the front end
-    stop: router drains -> controller ends the actors -> Ray -> whatever still carries the run's mark -> files -> verify
+    stop: router drains -> controller ends the actors -> Ray -> whatever is left in the run's sessions -> files -> verify
 Each wait is bounded and ends in SIGKILL. Imports neither ray nor torch. Single-threaded.
 """
 
@@ -13,11 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 import select
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +26,8 @@ import httpx
 
 from baton.config import LOOPBACK, ClusterConfig
 from baton.config_load import to_json
-from cli import guard
-from cli.processes import Child, adopt_orphans, end_child, end_marked, is_stopped, marked_pids, reap_orphans, spawn
+from cli.guard import Guard
+from cli.processes import Child, adopt_orphans, end_child, end_sessions, is_stopped, living_pids, spawn
 from cli.run_folder import ClusterRecord, RunFolder, write_private
 from cli.shared_memory import SharedMemory
 from cli.signals import Signals
@@ -59,9 +57,8 @@ class Cluster:
         self.config = _with_ports(config)
         self.folder = RunFolder(self.config.controller.admin_port)
         self._signals = signals
-        self._run_id = secrets.token_hex(8)
         self._children: list[Child] = []
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._temp_dir: Path | None = None
         self._shm = SharedMemory()
 
@@ -79,7 +76,7 @@ class Cluster:
         adopt_orphans()
         # Ray puts Unix sockets below it, and their paths end at 107 bytes: a short folder, not the run folder.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="baton-ray-"))
-        self._guard = guard.start(self._run_id, self._temp_dir)
+        self._guard = Guard(self._temp_dir)
         self._start_ray()
         self._start_controller()
         self._start_router()
@@ -149,8 +146,10 @@ class Cluster:
 
     def _spawn(self, name: str, command: list[str]) -> Child:
         environ = ray_head.environ(self.folder.ray_token_file)
-        child = spawn(name, command, self._run_id, environ, self.folder.logs / f"{name}.log")
+        child = spawn(name, command, environ, self.folder.logs / f"{name}.log")
         self._children.append(child)
+        assert self._guard is not None
+        self._guard.watch(child.pid)
         return child
 
     def _await_ready_line(self, child: Child) -> dict[str, object]:
@@ -179,7 +178,6 @@ class Cluster:
         pids = {child.name: child.pid for child in self._children}
         self.folder.write_record(
             ClusterRecord(
-                self._run_id,
                 os.getpid(),
                 LOOPBACK,
                 router.http_port,
@@ -232,23 +230,25 @@ class Cluster:
             for name in ("controller", "ray"):
                 if child := children.get(name):
                     end_child(child, self._patience_s(), None)
-            left = [f"process {pid}" for pid in end_marked(self._run_id, _SWEEP_S)]
-            reap_orphans(self._children)
+            left = [f"process {pid}" for pid in end_sessions(self._sessions(), _SWEEP_S)]
         left += self._shm.clean()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             left += [f"folder {self._temp_dir}"] if self._temp_dir.exists() else []
         left += [f"port {port}" for port in self._held_ports()]
         if self._guard is not None:
-            guard.dismiss(self._guard)
+            self._guard.dismiss()
         self.folder.release(remove=remove_folder and not left)
         return left
 
     def _patience_s(self) -> float:
-        stuck = any(is_stopped(pid) for pid in marked_pids(self._run_id))
+        stuck = any(is_stopped(pid) for pid in living_pids(self._sessions()))
         if stuck:
-            say("a process is stopped and will be killed")
+            say("  a process is stopped: nothing waits for it long")
         return _STUCK_STOP_S if stuck else _STOP_S
+
+    def _sessions(self) -> set[int]:
+        return {child.pid for child in self._children}
 
     def _held_ports(self) -> list[int]:
         router, controller = self.config.router, self.config.controller

@@ -1,7 +1,7 @@
-"""`python -m cli.guard <run id> <folder to remove>`: ends a run whose `baton up` was killed and could not do it itself.
+"""`python -m cli.guard <folder to remove>`: ends a run whose `baton up` was killed and could not do it itself.
 
-Reads standard input, whose other end `baton up` holds. "done" = all is clean, exit. End of file without it = `baton up` is
-gone: end every marked process and remove the run's temporary folder. Carries no mark itself.
+Standard input, whose other end `baton up` holds, carries one line per process session of the run, and "done" once all is
+clean. End of file without "done" = `baton up` is gone: end every process of these sessions, remove the temporary folder.
 """
 
 from __future__ import annotations
@@ -15,45 +15,59 @@ import sys
 import time
 from pathlib import Path
 
-from cli.processes import end_marked, marked_pids
+from cli.processes import end_sessions, living_pids
 
 _GENTLE_S = 3.0  # what workers need to close their shared memory
 _KILL_S = 10.0
-DONE = b"done"
+_DONE = "done"
 
 
-def start(run_id: str, temp_dir: Path) -> subprocess.Popen[bytes]:
-    """Start the guard of a run; close it with `dismiss`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, run_id, str(temp_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+class Guard:
+    """The guard process, as `baton up` sees it."""
 
+    def __init__(self, temp_dir: Path) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(temp_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
 
-def dismiss(guard: subprocess.Popen[bytes]) -> None:
-    """Say that all is clean."""
-    with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-        guard.communicate(DONE, timeout=_GENTLE_S)
-    guard.kill()
-    guard.wait()
+    def watch(self, session: int) -> None:
+        self._say(str(session))
+
+    def dismiss(self) -> None:
+        """Say that all is clean, and collect the guard."""
+        self._say(_DONE)
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._popen.communicate(timeout=_GENTLE_S)
+        self._popen.kill()
+        self._popen.wait()
+
+    def _say(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the run goes on without one
+            self._popen.stdin.write(f"{line}\n")
+            self._popen.stdin.flush()
 
 
 def main() -> int:
-    run_id, temp_dir = sys.argv[1:]
+    temp_dir = Path(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.stdin.buffer.read() == DONE:
+    lines = sys.stdin.read().split()
+    if _DONE in lines:
         return 0
-    for pid in marked_pids(run_id):
+    sessions = [int(line) for line in lines]
+    for pid in living_pids(sessions):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     deadline_s = time.monotonic() + _GENTLE_S
-    while marked_pids(run_id) and time.monotonic() < deadline_s:
+    while living_pids(sessions) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    left = end_marked(run_id, _KILL_S)
+    left = end_sessions(sessions, _KILL_S)
     shutil.rmtree(temp_dir, ignore_errors=True)
     return 1 if left else 0
 

@@ -1,7 +1,8 @@
-"""Processes of one run: started with a mark in their environment, so that all their descendants can be found and ended.
+"""Processes of one run: each child starts in a session of its own, so that all their descendants can be found and ended.
 
-The mark (BATON_RUN=<run id>) is inherited by everything a child starts, whoever becomes its parent later: Ray's head, raylet,
-agents and actors included. A run is over when no process carries its mark. Standard library only; Linux only.
+A session is inherited by everything a child starts, whoever becomes its parent later, and nothing in a run leaves it: Ray's
+raylet, agents and actors all stay in the head's (checked with ray 2.60; a mark in the environment does not survive there,
+because Ray's agents overwrite theirs with a process title). A run is over when its sessions are empty. Linux only.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-MARK = "BATON_RUN"
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _LOOK_S = 0.02  # between two looks at /proc while waiting for processes to go; one look takes about 1 ms
 
 
+_DEAD = ("Z", "X", "")  # zombie, being removed, gone
+
+
+class _Stat(NamedTuple):
+    """From /proc/<pid>/stat; state "" where the process is gone."""
+
+    state: str
+    parent: int
+    session: int
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process started here, in a session of its own: Ctrl-C in the terminal reaches the CLI alone."""
+    """A process started here; its pid is also its session's. Ctrl-C in the terminal reaches the CLI alone."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -40,12 +52,12 @@ class Child:
         return "\n".join(lines[-num_lines:])
 
 
-def spawn(name: str, command: Sequence[str], run_id: str, environ: Mapping[str, str], log_file: Path) -> Child:
-    """Start a marked process; stdout and stderr go to its log file."""
+def spawn(name: str, command: Sequence[str], environ: Mapping[str, str], log_file: Path) -> Child:
+    """Start a process; stdout and stderr go to its log file."""
     with log_file.open("wb") as log:
         popen = subprocess.Popen(
             command,
-            env={**os.environ, **environ, MARK: run_id},
+            env={**os.environ, **environ},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -59,30 +71,15 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap_orphans(children: Sequence[Child]) -> None:
-    """Collect adopted processes that ended; the children proper are left to their Popen."""
-    own = {child.pid for child in children}
-    for pid in _pids():
-        state, parent = _stat(pid)
-        if state == "Z" and parent == os.getpid() and pid not in own:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
-
-def marked_pids(run_id: str) -> list[int]:
-    """Living processes of the run; zombies have no environment and do not count."""
-    mark = f"{MARK}={run_id}".encode()
-    found = []
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
+def living_pids(sessions: Collection[int]) -> list[int]:
+    """Processes of these sessions; zombies do not count."""
+    stats = ((pid, _stat(pid)) for pid in _pids())
+    return [pid for pid, stat in stats if stat.session in sessions and stat.state not in _DEAD]
 
 
 def is_stopped(pid: int) -> bool:
     """SIGSTOPped: it will not answer any signal but SIGKILL."""
-    return _stat(pid)[0] == "T"
+    return _stat(pid).state == "T"
 
 
 def process_name(pid: int) -> str:
@@ -108,21 +105,36 @@ def end_child(child: Child, patience_s: float, interrupt_fd: int | None = None) 
     return False
 
 
-def end_marked(run_id: str, patience_s: float) -> list[int]:
-    """SIGKILL all that is left of a run, until nothing is or `patience_s` is over.
+def end_sessions(sessions: Collection[int], patience_s: float) -> list[int]:
+    """SIGKILL all that is left of a run and collect it, until nothing is left or `patience_s` is over.
 
     Returns:
         Who is still there (a process in an uninterruptible wait).
     """
     deadline_s = time.monotonic() + patience_s
-    while left := marked_pids(run_id):
+    while True:
+        left = living_pids(sessions)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if not _reap_orphans(sessions) and not left:
+            return []
         if time.monotonic() > deadline_s:
             return left
         time.sleep(_LOOK_S)
-    return []
+
+
+def _reap_orphans(sessions: Collection[int]) -> int:
+    """Collect adopted processes that ended, but not the children proper: their Popen does that. Returns how many."""
+    zombies = [pid for pid in _pids() if pid not in sessions and _is_own_zombie(_stat(pid), sessions)]
+    for pid in zombies:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return len(zombies)
+
+
+def _is_own_zombie(stat: _Stat, sessions: Collection[int]) -> bool:
+    return stat.state == "Z" and stat.parent == os.getpid() and stat.session in sessions
 
 
 def _wait_for(child: Child, timeout_s: float, interrupt_fd: int | None) -> bool:
@@ -143,11 +155,10 @@ def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State letter and parent pid; ("", 0) where the process is gone."""
+def _stat(pid: int) -> _Stat:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return "", 0
-    state, parent = text.rpartition(")")[2].split()[:2]  # the name before may hold spaces and brackets
-    return state, int(parent)
+        return _Stat("", 0, 0)
+    state, parent, _group, session = text.rpartition(")")[2].split()[:4]  # the name before may hold spaces and brackets
+    return _Stat(state, int(parent), int(session))

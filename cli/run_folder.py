@@ -28,7 +28,6 @@ _KEEP = ("slo.sqlite", "slo.sqlite-wal", "slo.sqlite-shm", "logs", "lock")
 class ClusterRecord:
     """Where a running cluster is, for `baton status`, `chat` and `drain`."""
 
-    run_id: str
     pid: int  # of `baton up`
     host: str
     http_port: int
