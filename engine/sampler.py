@@ -27,7 +27,6 @@ from engine.ports import BatchEntry, Sample
 from engine.randomness import uniform
 
 _MIN_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM; dividing by less overflows
-_FIRST_TOP = 64  # candidates that top_p looks at first; it widens eightfold while their sum is short of top_p
 
 
 def sample(logits: Tensor, entries: Sequence[BatchEntry], eos_token_ids: Sequence[int]) -> list[Sample]:
@@ -74,7 +73,7 @@ def _adjust(row: Tensor, entry: BatchEntry, eos_token_ids: Sequence[int]) -> Non
         forbidden = params.stop_token_ids + (() if params.ignore_eos else tuple(eos_token_ids))
         row[list(forbidden)] = -torch.inf
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*entry.prompt_ids, *entry.output_ids}))
+        seen = torch.tensor(list({*entry.prompt_ids, *entry.output_ids}))
         old = row[seen]
         row[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and entry.output_ids:
@@ -114,16 +113,18 @@ def _threshold(row: Tensor, entry: BatchEntry) -> float:
 
 
 def _top_p_threshold(row: Tensor, lowest: float, top_p: float) -> float:
-    """Return the least probability in the smallest set of best tokens that holds top_p of all that is >= lowest. row [V]."""
-    kept = row[row >= lowest] if lowest > 0.0 else row  # [n]
-    goal = top_p * kept.sum(dtype=torch.float64)
-    width = min(_FIRST_TOP, len(kept))
-    while True:
-        best = kept.topk(width).values  # descending
-        num_short = int((best.cumsum(0, dtype=torch.float64) < goal).sum())  # tokens that do not reach the goal yet
-        if num_short < width or width == len(kept):
-            return best[min(num_short, width - 1)].item()
-        width = min(8 * width, len(kept))
+    """Return the least probability in the smallest set of best tokens that holds top_p of all that is >= lowest. row [V].
+
+    Only candidates are sorted: all tokens below (1 - top_p) / V together weigh less than what top_p may leave out.
+    """
+    total = row[row >= lowest].sum(dtype=torch.float64).item() if lowest > 0.0 else 1.0
+    negligible = min(total * (1 - top_p) / len(row), row.amax().item())  # the best always stays, whatever the rounding
+    candidates = row[row >= max(lowest, negligible)]  # [n]
+    best = candidates.sort(descending=True).values
+    num_short = int(
+        (best.cumsum(0, dtype=torch.float64) < top_p * total).sum()
+    )  # tokens that do not reach the goal yet
+    return best[min(num_short, len(best) - 1)].item()
 
 
 def _uniform(entry: BatchEntry) -> float:

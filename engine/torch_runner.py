@@ -73,7 +73,10 @@ def load_torch_runner(files: ModelFiles, engine: EngineConfig, dtype: str, num_b
 def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:
     """Refuse before the kernel kills: weights and KV must fit what is free now."""
     shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
-    weight_bytes = element_bytes * sum(torch.Size(shape).numel() for shape in shapes.values())
+    num_weights = sum(torch.Size(shape).numel() for shape in shapes.values())
+    if files.spec.tie_embeddings:
+        num_weights += files.spec.vocab_size * files.spec.hidden_size  # a packed head of its own; see models/linear.py
+    weight_bytes = element_bytes * num_weights
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

@@ -26,5 +26,5 @@ class SafetensorsSource:
         return name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(name)
+        tensor: Tensor = self.file.get_tensor(name).clone()  # else it would be a view of the file, changing with it
         return tensor

@@ -221,11 +221,13 @@ def test_uniform_numbers_are_in_range_and_pinned() -> None:
     assert uniform(0, 0, 0) == PINNED  # a change would break streams that continue on a worker of another version
 
 
-def test_top_p_looks_beyond_its_first_candidates() -> None:
+def test_top_p_holds_over_flat_and_long_tailed_distributions() -> None:
     flat = torch.zeros(1, 5_000)
     flat[0, 17] = 1e-3
     kept = {token(flat, entry(temperature=1.0, top_p=0.5, seed=seed)) for seed in range(200)}
     assert len(kept) > 150  # equals are kept together, so all but none is cut off
+    assert token(flat, entry(temperature=1.0, top_p=1e-12)) == 17
+    assert 0 <= token(flat * 0, entry(temperature=1.0, top_p=1e-12)) < 5_000
     steps = -torch.arange(5_000.0)[None] * 1e-3
     cut = 693  # the first half of exp(-x/1000) ends at 1000 ln 2
     drawn = [token(steps, entry(temperature=1.0, top_p=0.5, seed=seed)) for seed in range(300)]
