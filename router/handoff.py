@@ -240,9 +240,9 @@ class _Attempt:
         asyncio.get_running_loop().call_later(STATS_S, self._inbox.put, StatsAreLate())
 
     def _cancel_open(self) -> None:
-        for worker, session in self._sessions.items():
-            if worker in self._may_hold:
-                session.cancel(self._request.seq)
+        """Send Cancel, once, to whoever was not seen to end the sequence."""
+        while self._may_hold:
+            self._sessions[self._may_hold.pop()].cancel(self._request.seq)
 
     def _watch_hole(self) -> None:
         if self._watched_index != self._merge.next_index:

@@ -118,9 +118,8 @@ async def running_rig(
     """A router over `workers` (default: one prefill, one decode); everything is stopped at the end."""
     if workers is None:
         workers = await start_pair()
-    config = dataclasses.replace(
-        RouterConfig(), http_port=0, grpc_port=0, heartbeat_s=0.1, unavailable_wait_s=5.0, **settings
-    )  # type: ignore[arg-type]
+    base = RouterConfig(http_port=0, grpc_port=0, heartbeat_s=0.1, unavailable_wait_s=5.0)
+    config = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
     front_end = FrontEnd(config, files, [worker.address for worker in workers])
     await front_end.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{front_end.grpc_port}")
