@@ -15,6 +15,7 @@ have adopted the sequence by then and say so once; what it says must still be ri
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -162,6 +163,7 @@ class RigRouter:
             call.router_lost = call.router_lost or not call.is_over
         for worker in self.cluster.workers.values():
             worker.lost_routers.append(self.epoch)
+            worker.sessions.outbox = deque(event for event in worker.sessions.outbox if not self._owns(event))
 
     def _send(self, worker: RigWorker, request: worker_pb2.SessionRequest) -> None:
         if worker.alive:
@@ -177,7 +179,7 @@ class RigRouter:
         ]
 
     def _owns(self, event: SessionOut) -> bool:
-        return seq_of(event) >> 32 == self.epoch or seq_of(event) >> 32 not in self.cluster.routers
+        return seq_of(event) >> 32 == self.epoch
 
     def _read_one(self, worker: RigWorker) -> None:
         event = worker.sessions.outbox.popleft()

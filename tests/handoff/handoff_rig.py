@@ -34,7 +34,7 @@ from engine.scripted_runner import POISON, ScriptedKVCache, ScriptedRunner
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import Committed, KVEvent, PairLost, PairReady
 from kv_transfer.frame import HEADER_BYTES
-from kv_transfer.loopback import Faults, LoopbackNetwork
+from kv_transfer.loopback import Faults, LoopbackNetwork, _Lane
 from prefill_worker.prefill_role import PrefillRole
 from tests.handoff.handoff_links import RigLinks
 from worker.host import TICK_S, EngineCommands
@@ -84,6 +84,13 @@ class Clock:
 
 class RigNetwork(LoopbackNetwork):
     """A LoopbackNetwork that says whether somebody has mail, so that the scheduler need not poll for it."""
+
+    on_send: Callable[[bytes], None] | None = None  # the adversary listens
+
+    def send(self, address: bytes, lane: _Lane, data: bytes, now_s: float) -> None:
+        if self.on_send is not None:
+            self.on_send(data)
+        super().send(address, lane, data, now_s)
 
     def has_mail(self, address: bytes, now_s: float) -> bool:
         inbox = self._inboxes.get(address, [])
@@ -302,6 +309,8 @@ class RigWorker:
         self.roles = (self.prefill, self.decode)
         # What the rig remembers to look for violations, and for tests that ask about order.
         self.in_step = False
+        self.has_slow_engine = False  # set by a test: a step begins only when everybody else has nothing to do
+        self.is_stopped = False  # set by a test: no thread runs, as after SIGSTOP
         self.committed: list[Committed] = []
         self.poisoned: set[int] = set()
         self.fail_seqs: set[int] = set()  # the model raises for these
@@ -330,7 +339,9 @@ class RigWorker:
         """What could run now. The same turn may be offered again and again until its mailbox is empty."""
         now_s = self.now_s()
         ready: list[Callable[[], None]] = []
-        if not self.in_step and (self.engine_inbox or self.local_engine.has_work()):
+        if self.is_stopped:
+            return ready
+        if not self.has_slow_engine and self.wants_engine:
             ready.append(self.engine_turn)
         if (
             self._kv_busy
@@ -352,10 +363,15 @@ class RigWorker:
         return ready
 
     @property
+    def wants_engine(self) -> bool:
+        return not self.in_step and not self.is_stopped and bool(self.engine_inbox or self.local_engine.has_work())
+
+    @property
     def is_busy(self) -> bool:
         """Whether any mailbox holds something, or somebody would do something without being asked."""
-        mailboxes = (self.engine_inbox, self.kv.inbox, self.results, self.kv_events, self.session_inbox)
-        return any(mailboxes) or self._kv_busy or self.local_engine.has_work() or bool(self.sessions.outbox)
+        boxes = (self.engine_inbox, self.kv.inbox, self.results, self.kv_events, self.session_inbox, self.lost_routers)
+        unread = any(boxes) or bool(self.sessions.outbox) or bool(self.links.unread())
+        return unread or self._kv_busy or self.local_engine.has_work()
 
     def engine_turn(self) -> None:
         """worker/engine_thread.py: all commands, then one step if there is work."""
@@ -567,6 +583,8 @@ class Cluster:
         ready = [turn for worker in self.workers.values() for turn in worker.turns()] + self.extra_turns()
         if not ready:
             self.clock.now_s += IDLE_S
+            ready = [w.engine_turn for w in self.workers.values() if w.has_slow_engine and w.wants_engine]
+        if not ready:
             return False
         if self._depth == 0 and self.rng.random() < 0.05:  # arbitrary: a few milliseconds pass between turns
             self.clock.now_s += 0.01 * self.rng.random()

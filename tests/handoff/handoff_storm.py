@@ -1,8 +1,12 @@
 """Random scenarios from a seed: a cluster of some shape, a handful of calls, and trouble between them.
 
-`calm` injects nothing: every call must be whole. `storm` may lose, damage, copy, reorder and delay frames, cut links, restart
-workers, kill the router, cancel at any moment, let a deadline pass or the model fail: then every call must end, and never
-with a wrong token. Both end with a drain and plain calls between every pair of workers, equal to the reference.
+`calm`     injects nothing: every call must be whole.
+`storm`    may lose, damage, copy, reorder and delay frames, cut links, restart workers, kill the router, cancel at any
+           moment, let a deadline pass or the model fail: every call must end, and never with a wrong token.
+`hostile`  reuses seqs for other prompts, perhaps after decode's restart, while an adversary sends what it recorded of the
+           first ones: a call may fail, but no text of another prompt may come.
+
+All end with a drain (nothing may be left anywhere) and plain calls between every pair of workers, equal to the reference.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from dataclasses import replace
 
 from baton.request import SamplingParams
 from kv_transfer.loopback import Faults
+from tests.handoff.handoff_adversary import Adversary, changed_prompt
 from tests.handoff.handoff_calls import Call, Rig, random_prompt
 from tests.handoff.handoff_links import cut
 from tests.handoff.handoff_rig import EOS, Cluster, RigConfig
 from worker.links import State
 
 CALM_S = 0.5  # long enough for links to be ready
+TROUBLES = ("cancel", "cut", "restart", "model", "router", "time")
 MAX_PROMPT = 60  # tokens: 15 blocks, 4 chunks
 
 
@@ -61,6 +67,7 @@ class Scenario:
         self.rng = rng
         self.rig = Rig(seed, Cluster(seed, config or random_config(rng)))
         self.cluster = self.rig.cluster
+        self._troubles: tuple[str, ...] = ()
         self._stem = random_prompt(rng, MAX_PROMPT)  # prompts share a beginning of some length
 
     def call(self, **overrides: float) -> Call:
@@ -95,6 +102,7 @@ class Scenario:
     def storm(self) -> Rig:
         self.cluster.run_for(CALM_S)
         self.cluster.network.faults = random_faults(self.rng)
+        self._troubles = ("nothing", "nothing", *self.rng.sample(TROUBLES, self.rng.randint(0, 3)))
         for _ in range(self.rng.randint(3, 8)):
             self.call(ttl_s=self.rng.choice((0.05, 1.0, 60.0, 60.0, 60.0)))
             for _ in range(self.rng.randint(0, 3)):
@@ -102,6 +110,36 @@ class Scenario:
                 self.trouble()
         self.calm_down()
         return self.rig
+
+    def hostile(self) -> Rig:
+        adversary = Adversary(self.cluster)
+        self.cluster.run_for(CALM_S)
+        first = [self.call() for _ in range(self.rng.randint(1, 3))]
+        self.rig.finish_all()
+        if self.rng.random() < 0.5:
+            self._restart("decode-0")
+            self.cluster.run_for(CALM_S)
+        self.cluster.run_for(self.cluster.config.lease_s)
+        adversary.recording, adversary.replaying = False, True
+        self.cluster.network.faults = Faults(jitter_s=0.01)  # frames and messages meet in every order
+        for old in first:
+            if old.prefill is not None:
+                self.rig.router.submit(
+                    changed_prompt(self.rng, old.request.token_ids),
+                    old.request.sampling.max_tokens,
+                    prefill=old.prefill.worker.worker_id,
+                    decode=old.decode.worker.worker_id,
+                    seq=old.seq,
+                )
+        self.rig.drain()
+        adversary.replaying = False
+        self.calm_down()
+        return self.rig
+
+    def _restart(self, worker_id: str) -> None:
+        dead = self.cluster.workers[worker_id]
+        self.cluster.restart(worker_id)
+        self.rig.router.on_worker_lost(dead)
 
     def calm_down(self) -> None:
         """Faults end; everything ends; plain calls work between every pair."""
@@ -135,17 +173,16 @@ class Scenario:
         """One thing goes wrong, perhaps."""
         rng, cluster, router = self.rng, self.cluster, self.rig.router
         worker = cluster.workers[rng.choice(sorted(cluster.workers))]
-        match rng.choice(("nothing", "nothing", "cancel", "cancel", "cut", "restart", "model", "router", "time")):
+        match rng.choice(self._troubles):
             case "cancel" if router.calls:
                 router.cancel(rng.choice(router.calls))
             case "cut" if worker.links.ends:
                 cut(worker.links.ends[rng.choice(sorted(worker.links.ends))], rng)
-            case "restart" if rng.random() < 0.5:
-                cluster.restart(worker.worker_id)
-                router.on_worker_lost(worker)
+            case "restart":
+                self._restart(worker.worker_id)
             case "model" if router.calls:
                 worker.fail_seqs.add(rng.choice(router.calls).seq)
-            case "router" if rng.random() < 0.2:
+            case "router":
                 self.rig.replace_router()
             case "time":
                 cluster.run_for(rng.random())

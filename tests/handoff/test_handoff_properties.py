@@ -22,3 +22,19 @@ def test_without_faults_every_call_is_whole_and_equals_the_reference(start: int)
 def test_under_faults_every_call_ends_nothing_leaks_and_no_token_is_wrong(start: int) -> None:
     for seed in range(start, start + BLOCK):
         Scenario(seed).storm()
+
+
+@pytest.mark.parametrize("start", range(0, 100, BLOCK))
+def test_what_an_adversary_replays_never_becomes_text_of_another_prompt(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Scenario(seed).hostile()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("start", range(1_000, 6_000, 1_000))
+def test_thousands_of_other_seeds_find_nothing_either(start: int) -> None:
+    for seed in range(start, start + 1_000):
+        Scenario(seed).calm()
+        Scenario(seed).storm()
+        Scenario(seed).hostile()

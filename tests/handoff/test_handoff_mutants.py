@@ -1,0 +1,209 @@
+"""Seeded defects of the handoff, each of which the property test must find: the proof that its silence means something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.v1 import kv_pb2
+from decode_worker.decode_role import Decode, DecodeRole
+from engine.ports import Reservation
+from kv_transfer import receiver as receiver_module
+from kv_transfer.events import Committed
+from kv_transfer.frame import FrameHeader
+from kv_transfer.receiver import Receiver
+from prefill_worker.prefill_role import Prefill, PrefillRole
+from tests.handoff.handoff_storm import Scenario
+
+NUM_SEEDS = 100  # each defect below is found within 25 by the scenario that looks for it
+
+Patch = pytest.MonkeyPatch
+
+
+def prefill_skips_a_free(patch: Patch) -> None:
+    def forget(self: PrefillRole, prefill: Prefill) -> None:
+        del self._open[prefill.request.seq]
+
+    patch.setattr(PrefillRole, "_forget", forget)
+
+
+def decode_skips_a_free(patch: Patch) -> None:
+    def forget(self: DecodeRole, decode: Decode) -> None:
+        del self._open[decode.request.seq]
+
+    patch.setattr(DecodeRole, "_forget", forget)
+
+
+def a_generation_is_reused(patch: Patch) -> None:
+    grant = DecodeRole._grant
+
+    def regrant(self: DecodeRole, decode: Decode, reservation: Reservation) -> None:
+        self._last_generation = 0
+        grant(self, decode, reservation)
+
+    patch.setattr(DecodeRole, "_grant", regrant)
+
+
+def decode_adopts_before_every_byte_is_there(patch: Patch) -> None:
+    def commit(self: Receiver, seq: int, generation: int, num_frames: int, nbytes: int, now_s: float) -> None:
+        if self._tickets.pop(seq, None) is not None:
+            self._emit(Committed(seq, generation, nbytes))
+
+    patch.setattr(Receiver, "commit", commit)
+
+
+def decode_adopts_before_every_byte_is_verified(patch: Patch) -> None:
+    class Anything(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = int.__hash__
+
+    patch.setattr(receiver_module, "crc32c", lambda data: Anything())
+
+
+def _receiver_sees(patch: Patch, change: Callable[[Receiver, FrameHeader], FrameHeader]) -> None:
+    take = Receiver._take
+
+    def take_changed(self: Receiver, header: FrameHeader, frame: memoryview, now_s: float) -> bool:
+        return take(self, change(self, header), frame, now_s)
+
+    patch.setattr(Receiver, "_take", take_changed)
+
+
+def the_receiver_ignores_the_epoch(patch: Patch) -> None:
+    _receiver_sees(patch, lambda receiver, header: replace(header, epoch=receiver._epoch))
+
+
+def the_receiver_ignores_the_generation(patch: Patch) -> None:
+    def of_ticket(receiver: Receiver, header: FrameHeader) -> FrameHeader:
+        ticket = receiver._tickets.get(header.seq)
+        return replace(header, generation=ticket.generation) if ticket else header
+
+    _receiver_sees(patch, of_ticket)
+
+
+def _decode_sees(patch: Patch, change: Callable[[DecodeRole, kv_pb2.Commit], None]) -> None:
+    on_commit = DecodeRole._on_commit
+
+    def on_changed(self: DecodeRole, peer: str, commit: kv_pb2.Commit) -> None:
+        changed = kv_pb2.Commit()
+        changed.CopyFrom(commit)
+        change(self, changed)
+        on_commit(self, peer, changed)
+
+    patch.setattr(DecodeRole, "_on_commit", on_changed)
+
+
+def commit_ignores_the_epoch(patch: Patch) -> None:
+    def today(role: DecodeRole, commit: kv_pb2.Commit) -> None:
+        commit.epoch = role._ports.epoch
+
+    _decode_sees(patch, today)
+
+
+def commit_ignores_the_generation(patch: Patch) -> None:
+    def of_ticket(role: DecodeRole, commit: kv_pb2.Commit) -> None:
+        decode = role._open.get(commit.seq)
+        if decode is not None:
+            commit.epoch, commit.generation = role._ports.epoch, decode.generation
+
+    _decode_sees(patch, of_ticket)
+
+
+def prefill_drops_blocks_that_the_plane_still_reads(patch: Patch) -> None:
+    end = PrefillRole._end
+
+    def end_early(self: PrefillRole, prefill: Prefill, *args: Any, **kwargs: Any) -> None:
+        self._ports.engine.drop(prefill.request.seq)
+        end(self, prefill, *args, **kwargs)
+
+    patch.setattr(PrefillRole, "_end", end_early)
+
+
+def decode_drops_blocks_that_the_plane_still_writes(patch: Patch) -> None:
+    close = DecodeRole._close
+
+    def close_early(self: DecodeRole, decode: Decode) -> None:
+        self._ports.engine.drop(decode.request.seq)
+        close(self, decode)
+
+    patch.setattr(DecodeRole, "_close", close_early)
+
+
+def the_plane_commits_twice(patch: Patch) -> None:
+    settle = Receiver._settle
+
+    def settle_twice(self: Receiver, ticket: receiver_module._Ticket, now_s: float) -> None:
+        num_before = self.num_committed
+        settle(self, ticket, now_s)
+        if self.num_committed > num_before:
+            self._emit(Committed(ticket.seq, ticket.generation, ticket.nbytes))
+
+    patch.setattr(Receiver, "_settle", settle_twice)
+
+
+def decode_adopts_twice(patch: Patch) -> None:
+    on_committed = DecodeRole._on_committed
+
+    def on_committed_twice(self: DecodeRole, decode: Decode, event: Committed) -> None:
+        on_committed(self, decode, event)
+        on_committed(self, decode, event)
+
+    patch.setattr(DecodeRole, "_on_committed", on_committed_twice)
+
+
+def prefill_ends_twice(patch: Patch) -> None:
+    end = PrefillRole._end
+
+    def end_twice(self: PrefillRole, prefill: Prefill, *args: Any, **kwargs: Any) -> None:
+        before = prefill.state
+        end(self, prefill, *args, **kwargs)
+        if prefill.request.seq in self._open:
+            prefill.state = before
+            end(self, prefill, *args, **kwargs)
+
+    patch.setattr(PrefillRole, "_end", end_twice)
+
+
+def first_failing_seed(tell: Callable[[Scenario], object]) -> int | None:
+    for seed in range(NUM_SEEDS):
+        try:
+            tell(Scenario(seed))
+        except Exception:  # noqa: BLE001  a defect may show as a violated property, an assertion of the product, or a crash
+            return seed
+    return None
+
+
+@pytest.mark.parametrize(
+    ("seed_defect", "tell"),
+    [
+        (prefill_skips_a_free, Scenario.calm),
+        (decode_skips_a_free, Scenario.storm),
+        (a_generation_is_reused, Scenario.hostile),
+        (decode_adopts_before_every_byte_is_there, Scenario.calm),
+        (decode_adopts_before_every_byte_is_verified, Scenario.storm),
+        (the_receiver_ignores_the_epoch, Scenario.hostile),
+        (the_receiver_ignores_the_generation, Scenario.hostile),
+        (commit_ignores_the_epoch, Scenario.hostile),
+        (commit_ignores_the_generation, Scenario.hostile),
+        (prefill_drops_blocks_that_the_plane_still_reads, Scenario.storm),
+        (decode_drops_blocks_that_the_plane_still_writes, Scenario.storm),
+        (the_plane_commits_twice, Scenario.calm),
+        (decode_adopts_twice, Scenario.calm),
+        (prefill_ends_twice, Scenario.calm),
+    ],
+)
+def test_the_property_test_finds_a_seeded_defect(
+    seed_defect: Callable[[Patch], None], tell: Callable[[Scenario], object], monkeypatch: Patch
+) -> None:
+    seed_defect(monkeypatch)
+    found = first_failing_seed(tell)
+    print(f"{seed_defect.__name__}: found by seed {found}")
+    assert found is not None, f"{NUM_SEEDS} seeds do not find this defect"
