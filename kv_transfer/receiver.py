@@ -4,8 +4,8 @@ Life of an incoming transfer (a ticket); every `open` ends in exactly one Commit
 
     1 open        blocks are reserved; frames are verified and scattered as they come
     2 promised    commit_incoming said how many frames and bytes there are
-    3 incomplete  promised, and a frame was damaged, or nothing came for a while: Incomplete, then back to 2;
-                  at most `max_resends` times                                     -> 5 "damaged"
+    3 incomplete  promised, and a frame was damaged, or nothing came for a while: Incomplete, then back to 2; at most
+                  `max_resends` times, then damage, or silence for `ttl_s`        -> 5 "damaged"
     4 committed   every (block, layer) was written exactly once and the totals are those promised: Committed, after the last
                   scatter; the ticket is gone, a late copy finds none
     5 closed      on request, "expired" (silent for `ttl_s`), "peer lost: ...", "damaged": IncomingClosed
@@ -139,8 +139,8 @@ class Receiver:
         for ticket in list(self._tickets.values()):
             if now_s >= ticket.deadline_s:
                 self.num_expired += 1
-                self.close(ticket.seq, EXPIRED)
-            elif ticket.promise is not None and now_s >= ticket.quiet_deadline_s:
+                self.close(ticket.seq, DAMAGED if ticket.promise else EXPIRED)
+            elif ticket.promise and now_s >= ticket.quiet_deadline_s and self._may_report(ticket):
                 self._report(ticket, self._missing(ticket), now_s)
 
     def _take(self, header: FrameHeader, frame: memoryview, now_s: float) -> bool:
@@ -162,6 +162,7 @@ class Receiver:
         blocks = range(header.block_start, header.block_start + header.num_blocks)
         if crc32c(payload) != header.payload_crc or any(ticket.layers_written[block] & mask for block in blocks):
             ticket.damaged.add(header.index)
+            self._restart_quiet(ticket, now_s)
             return False
         self._write(ticket, header, payload, mask, blocks)
         self._settle(ticket, now_s)
@@ -220,6 +221,10 @@ class Receiver:
         ticket.damaged.clear()
         self._restart_quiet(ticket, now_s)
         self._emit(Incomplete(ticket.seq, ticket.generation, tuple(missing)))
+
+    def _may_report(self, ticket: _Ticket) -> bool:
+        """Silence is a reason to ask again, but alone no reason to give up before the ticket's time is over."""
+        return ticket.num_incomplete < self._max_resends or bool(ticket.damaged)
 
     def _restart_quiet(self, ticket: _Ticket, now_s: float) -> None:
         ticket.quiet_deadline_s = now_s + QUIET_S * 2**ticket.num_incomplete

@@ -82,3 +82,109 @@ def test_disconnect_closes_every_transfer_before_the_pair_is_reported_lost() -> 
         PairLost("b", 7, "disconnected"),
     ]
     assert cores.a.load().num_outgoing == cores.a.load().num_incoming == 0
+
+
+def test_a_probe_for_another_epoch_is_refused_and_the_pair_says_why() -> None:
+    cores = TwoCores()
+    slots, size = cores.config.num_slots, cores.config.frame_bytes
+    cores.a.connect("b", cores.EPOCH_B + 5, b"b", 7, size, slots)  # b restarted since
+    cores.b.connect("a", cores.EPOCH_A, b"a", 7, size, slots)
+    cores.settle()
+    events_a, events_b = cores.take_events()
+    assert events_a == [PairLost("b", 7, "the peer refused our probe frame: it is of another epoch or damaged")]
+    assert events_b == [PairLost("a", 7, "the peer closed the pair")]
+
+
+def test_a_pair_that_hears_no_probe_is_lost_within_the_hello_timeout() -> None:
+    cores = TwoCores()
+    cores.a.connect("b", cores.EPOCH_B, b"b", 7, cores.config.frame_bytes, cores.config.num_slots)
+    cores.run_for(cores.config.hello_timeout_s - 0.1)
+    assert cores.take_events() == ([], [])
+    cores.run_for(0.2)
+    (event,), _ = cores.take_events()
+    assert isinstance(event, PairLost)
+    assert "no probe frame" in event.reason
+
+
+def test_a_ticket_of_another_epoch_than_the_pairs_is_not_sent() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B + 1, 1, 0, 2, lease_s=5.0)
+    cores.settle()
+    assert cores.take_events() == ([OutgoingClosed(5, "the ticket is of another epoch than the peer's")], [])
+
+
+def test_a_new_connection_to_a_peer_ends_the_old_one_first_and_then_works() -> None:
+    cores = TwoCores()
+    cores.connect(nonce=7)
+    cores.take_events()
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 0, 2, lease_s=5.0)
+    cores.connect(nonce=8)
+    events_a, events_b = cores.take_events()
+    assert events_a == [
+        OutgoingClosed(5, "peer lost: replaced by a new connection"),
+        PairLost("b", 7, "replaced by a new connection"),
+        PairReady("b", 8, "loopback"),
+    ]
+    assert events_b[-1] == PairReady("a", 8, "loopback")
+
+
+def test_a_frame_size_that_fits_no_layer_loses_the_pair_at_once() -> None:
+    cores = TwoCores()
+    cores.a.connect("b", cores.EPOCH_B, b"b", 7, 100, 2)
+    cores.settle()
+    (event,), _ = cores.take_events()
+    assert isinstance(event, PairLost)
+    assert "frame_bytes is 100" in event.reason
+
+
+def test_a_peer_that_returns_no_credit_is_given_up_after_the_transfer_timeout() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.b.open_incoming("a", 5, 1, list(range(8)), 0, ttl_s=60.0)
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 0, 8, lease_s=60.0)
+    cores.a.ship(5, range(8), 8, last=True)
+    for _ in range(1200):  # b is stuck
+        cores.now_s += 0.01
+        cores.a.poll(cores.now_s)
+    closed, lost = cores.take_events()[0]
+    assert closed == OutgoingClosed(5, "peer lost: no credit for 10 s")
+    assert lost == PairLost("b", 7, "no credit for 10 s")
+
+
+def test_events_are_delivered_from_poll_so_that_a_handler_may_give_commands() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 0, 2, lease_s=5.0)
+    cores.a.close_outgoing(5)
+    assert cores.events_a == []
+    cores.a.poll(cores.now_s)
+    assert cores.events_a == [OutgoingClosed(5, "")]
+
+
+def test_both_ends_can_send_at_once() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.b.open_incoming("a", 5, 1, list(range(8)), 0, ttl_s=5.0)
+    cores.a.open_incoming("b", 6, 1, list(range(10, 18)), 0, ttl_s=5.0)
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 0, 8, lease_s=5.0)
+    cores.b.open_outgoing("a", 6, cores.EPOCH_A, 1, 0, 8, lease_s=5.0)
+    cores.a.ship(5, range(8), 8, last=True)
+    cores.b.ship(6, range(20, 28), 8, last=True)
+    cores.settle()
+    nbytes = 8 * LAYOUT.block_bytes
+    cores.b.commit_incoming(5, 1, 4, nbytes)
+    cores.a.commit_incoming(6, 1, 4, nbytes)
+    cores.settle()
+    assert cores.take_events() == (
+        [Shipped(5, 4, nbytes), Committed(6, 1, nbytes)],
+        [Shipped(6, 4, nbytes), Committed(5, 1, nbytes)],
+    )
+    assert cores.store_b.blocks(range(8)) == cores.store_a.blocks(range(8))
+    assert cores.store_a.blocks(range(10, 18)) == cores.store_b.blocks(range(20, 28))
+    status = cores.a.peers()["b"]
+    assert (status.bytes_sent, status.bytes_received, status.num_received) == (nbytes, nbytes, 1)
