@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.config import WorkerConfig
-from baton.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Overloaded, TransferFailed
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Internal, InvalidRequest, Overloaded, TransferFailed
 from baton.request import FinishReason, Request, SampledToken
 from baton.request import Role as RoleKind
 from baton.v1 import kv_pb2, worker_pb2
@@ -347,7 +347,10 @@ class PrefillRole:
     # --- 6 ---
 
     def _fail(self, prefill: Prefill, error: BatonError) -> None:
-        self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error)
+        if isinstance(error, Cancelled):  # the router's Cancel reached decode before us
+            self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+        else:
+            self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error)
 
     def _end(
         self,
