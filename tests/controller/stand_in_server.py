@@ -39,6 +39,10 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
             self._announce(port)
         return port
 
+    @property
+    def draining(self) -> bool:
+        return self._load.draining
+
     def stop(self) -> None:
         self._stopping.set()
         self._server.stop(grace=None).wait()

@@ -1,0 +1,72 @@
+import pytest
+
+from baton.errors import NotFound, PeerRefused
+from baton.request import Role
+from router.controller.fleet_state import DRAINING, FAILED, READY, STARTING, Announcement, Fleet
+
+
+def announcement(epoch: int, worker_id: str = "decode-0") -> Announcement:
+    return Announcement(worker_id, epoch, f"127.0.0.1:{epoch}", Role.DECODE, pid=epoch)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    fleet.expect("decode-0", Role.DECODE)
+    return fleet
+
+
+def test_a_worker_is_starting_until_it_announces_itself(fleet: Fleet) -> None:
+    assert fleet.get("decode-0").state == STARTING
+    member = fleet.announce(announcement(1))
+    assert (member.state, member.address, member.num_restarts) == (READY, "127.0.0.1:1", 0)
+
+
+def test_a_new_epoch_is_a_restart_and_the_old_one_never_comes_back(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    assert fleet.announce(announcement(2)).num_restarts == 1
+    with pytest.raises(PeerRefused, match="was replaced"):
+        fleet.announce(announcement(1))
+    assert fleet.get("decode-0").epoch == 2
+
+
+def test_a_late_loss_of_a_replaced_process_does_not_hit_its_successor(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    fleet.announce(announcement(2))
+    fleet.lost("decode-0", 1, "silent")
+    assert fleet.get("decode-0").state == READY
+
+
+def test_a_lost_worker_is_back_when_the_same_process_is_heard_again(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    fleet.lost("decode-0", 1, "no answer to 3 heartbeats")
+    assert (fleet.get("decode-0").state, fleet.get("decode-0").reason) == (FAILED, "no answer to 3 heartbeats")
+    fleet.heard("decode-0", 9)
+    assert fleet.get("decode-0").state == FAILED
+    fleet.heard("decode-0", 1)
+    assert (fleet.get("decode-0").state, fleet.get("decode-0").reason) == (READY, "")
+
+
+def test_wishes_outlive_a_restart(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    fleet.want_draining("decode-0", True)
+    fleet.want_role("decode-0", Role.BOTH)
+    member = fleet.announce(announcement(2))
+    assert (member.state, member.role, member.draining) == (DRAINING, Role.BOTH, True)
+    assert fleet.want_draining("decode-0", False).state == READY
+
+
+def test_the_version_grows_with_changes_only(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    version = fleet.version
+    fleet.announce(announcement(1))
+    fleet.heard("decode-0", 1)
+    fleet.expect("decode-0", Role.DECODE)
+    assert fleet.version == version
+    fleet.lost("decode-0", 1, "gone")
+    assert fleet.version == version + 1
+
+
+def test_an_unknown_worker_is_named_with_the_known_ones(fleet: Fleet) -> None:
+    with pytest.raises(NotFound, match=r"'decode-7'.*decode-0"):
+        fleet.want_draining("decode-7", True)
