@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, InvalidRequest, Overloaded
+from baton.errors import BatonError, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.slo import SLO, Verdict
-from router.admission import Admission
+from router.admission import MIN_RETRY_AFTER_S, Admission
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet
@@ -162,6 +162,7 @@ class Calls:
         self._admission = Admission(config.max_inflight)
         self._seqs = seq_counter(router_epoch)
         self._running: set[Call] = set()
+        self._stopping = False
         self._num_inflight = 0
 
     @property
@@ -178,6 +179,12 @@ class Calls:
         for call in named:
             call.put(Cancelled("the call was aborted"))
         return len(named)
+
+    def stop(self) -> None:
+        """Take no more calls and end the running ones with an error that says why."""
+        self._stopping = True
+        for call in self._running:
+            call.put(_stopping())
 
     def refused(self, api: str, error: BatonError) -> None:
         """Count a call that could not even be parsed."""
@@ -214,6 +221,8 @@ class Calls:
             self._count(spec, slo, call, outcome, arrival_s)
 
     def _admit(self) -> None:
+        if self._stopping:
+            raise _stopping()
         if shed := self._admission.decide(self._num_inflight - 1):
             raise Overloaded(shed.reason, retry_after_s=shed.retry_after_s)
 
@@ -326,6 +335,10 @@ class _Sink:
         text = "" if ends_by_token else self._text.push(token.token)
         self._call.put(Piece(self._choice, text, token))
         return self._text.stop_match is not None
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this router is stopping", retry_after_s=MIN_RETRY_AFTER_S)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -141,6 +141,7 @@ class Fleet:
         self._serial = itertools.count(1)
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._starting: list[WorkerSnapshot] = []  # wanted by the controller, not announced yet
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,11 @@ class Fleet:
             if worker_id not in self._endpoints:
                 self._open(worker_id, worker_id, record.address, Role(record.role or Role.BOTH))
             self._endpoints[worker_id].told_draining = record.state == "draining"
+        self._starting = [
+            WorkerSnapshot(record.worker_id, 0, Role(record.role or Role.BOTH), "connecting", reason=record.state)
+            for record in records
+            if not record.address
+        ]
         self._on_change()
 
     def _open(self, key: str, worker_id: str, address: str, role: Role) -> None:
@@ -212,7 +218,8 @@ class Fleet:
     # -- where a sequence goes ---------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[WorkerSnapshot]:
-        return [endpoint.snapshot() for endpoint in self.endpoints]
+        """Also of workers that are still starting: they are a reason to wait."""
+        return [endpoint.snapshot() for endpoint in self.endpoints] + self._starting
 
     def unready_reason(self) -> str:
         """Why no call could be served now; "" = one could, over a link that was proved."""

@@ -1,7 +1,7 @@
 """One router, assembled: what it is made of, in what order it starts and stops.
 
-Ports are bound before anything runs, so a taken one is known at once. Stop order: no new connections, calls end, Sessions
-close (workers then drop what this router left), threads stop.
+Ports are bound before anything runs, so a taken one is known at once. Stop order: calls end with an error that says so,
+connections close, Sessions close (workers then drop what this router left), threads stop.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class FrontEnd:
         log.info("router_started", http_port=self.http_port, grpc_port=self.grpc_port)
 
     async def stop(self) -> None:
+        self.calls.stop()
         await asyncio.gather(self._http.stop(), self._grpc.stop())
         if self._control is not None:
             await self._control.close()

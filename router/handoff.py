@@ -192,6 +192,8 @@ class _Attempt:
                     self._on_lost(worker, WorkerLost(f"{self._part(worker)} worker {worker} was lost: {reason}"))
                 case HoleIsOld(index):
                     self._on_old_hole(index)
+                case TimeIsUp() if self._report.finish is not FinishReason.NONE:
+                    return
                 case TimeIsUp():
                     raise DeadlineExceeded(f"the call's time ran out after {self._report.num_tokens} tokens")
                 case StatsAreLate():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,28 +52,42 @@ DONE = b"data: [DONE]\n\n"
 
 
 class JsonEndpoint:
-    """POST with a JSON body: reads it, runs `answer`, says every error, notices a client that leaves."""
+    """POST with a JSON body: reads it, runs `answer`, says every error, notices a client that leaves.
+
+    `on_refused` hears of bodies that `answer` never saw.
+    """
 
     def __init__(
-        self, max_body_bytes: int, answer: Callable[[Scope, object, Send, float], Awaitable[None]]
-    ) -> None:  # fmt: skip
+        self,
+        max_body_bytes: int,
+        answer: Callable[[Scope, object, Send, float], Awaitable[None]],
+        on_refused: Callable[[BatonError], None] = lambda error: None,
+    ) -> None:
         self._max_body_bytes = max_body_bytes
         self._answer = answer
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
         except InvalidRequest as error:
+            self._on_refused(error)
             await refuse_unread(receive, send, error)
             return
         except ConnectionError:
             return
-        await cancel_when_gone(receive, self._run(scope, body, send, arrival_s))
-
-    async def _run(self, scope: Scope, body: bytes, send: Send, arrival_s: float) -> None:
         try:
-            await self._answer(scope, parse_json(body), send, arrival_s)
+            data = parse_json(body)
+        except InvalidRequest as error:
+            self._on_refused(error)
+            await send_error(send, error)
+            return
+        await cancel_when_gone(receive, self._run(scope, data, send, arrival_s))
+
+    async def _run(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        try:
+            await self._answer(scope, data, send, arrival_s)
         except BatonError as error:
             await send_error(send, error)
         except Exception:
@@ -233,11 +248,12 @@ def build_app(
     generation = GenerationApi(spec.name, calls)
     tokens = TokenApi(spec, tokenizer, config.max_body_bytes)
     pages = Pages(spec, fleet, metrics, calls)
+    limit = config.max_body_bytes
     posts = {
-        "/v1/chat/completions": generation.chat,
-        "/v1/completions": generation.completions,
-        "/v1/tokenize": tokens.tokenize,
-        "/v1/detokenize": tokens.detokenize,
+        "/v1/chat/completions": JsonEndpoint(limit, generation.chat, partial(calls.refused, "chat")),
+        "/v1/completions": JsonEndpoint(limit, generation.completions, partial(calls.refused, "completions")),
+        "/v1/tokenize": JsonEndpoint(limit, tokens.tokenize),
+        "/v1/detokenize": JsonEndpoint(limit, tokens.detokenize),
     }
     gets = {
         "/v1/models": pages.models,
@@ -245,9 +261,7 @@ def build_app(
         "/readyz": pages.readyz,
         "/metrics": pages.metrics,
     }
-    routes = [
-        Route(path, JsonEndpoint(config.max_body_bytes, answer), methods=["POST"]) for path, answer in posts.items()
-    ]
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, page, methods=["GET"]) for path, page in gets.items()]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 

@@ -7,7 +7,7 @@ pools, and fills in every default. Each error names the field and the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, NotFound
@@ -129,14 +129,13 @@ def resolve(spec: CallSpec, num_prompt_tokens: int, pools: PoolLimits, seed: int
     )
 
 
-def check_token_ids(field: str, token_ids: object, vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises: InvalidRequest, naming the first id outside the vocabulary."""
-    assert isinstance(token_ids, (list, tuple))
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{field} contains {token_id}; the limit is the vocabulary, [0, {vocab_size - 1}]", field=field
-            )
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"{field} contains {wrong}; the limit is the vocabulary, [0, {vocab_size - 1}]", field=field
+        )  # fmt: skip
 
 
 def check_text(field: str, text: str) -> None:
@@ -223,11 +222,10 @@ def _check_sampling(sampling: SamplingSpec, limits: Limits) -> None:
             f"stop_token_ids has {len(sampling.stop_token_ids)} entries; the limit is {MAX_STOP_TOKEN_IDS}",
             field="stop_token_ids",
         )
-    check_token_ids("stop_token_ids", list(sampling.stop_token_ids), limits.vocab_size)
+    check_token_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
 
 
-def _check_stop(stop: object, limits: Limits) -> None:
-    assert isinstance(stop, (list, tuple))
+def _check_stop(stop: Sequence[str], limits: Limits) -> None:
     if len(stop) > limits.max_stop_strings:
         raise InvalidRequest(
             f"stop has {len(stop)} strings; the limit is {limits.max_stop_strings}", field="stop"

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -83,9 +84,9 @@ class Rig:
     async def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         return await self.http.post(path, json=body)
 
-    async def events(self, path: str, body: Mapping[str, object]) -> list[dict[str, object]]:
+    async def events(self, path: str, body: Mapping[str, object]) -> list[dict[str, Any]]:
         """The JSON of every server-sent event; [DONE] as {"done": True}."""
-        events: list[dict[str, object]] = []
+        events: list[dict[str, Any]] = []
         async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
@@ -130,7 +131,7 @@ async def running_rig(
         yield rig
     finally:
         await rig.http.aclose()
-        await channel.close()
+        await channel.close(None)
         await front_end.stop()
         for worker in rig.workers:
             await worker.kill()

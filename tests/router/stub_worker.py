@@ -96,7 +96,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             task.cancel()
         await self._server.stop(None)
 
-    async def Session(  # type: ignore[override]
+    async def Session(
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.SessionEvent]:
         first = await anext(aiter(requests))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import grpc
 import httpx
@@ -120,8 +121,10 @@ async def test_grpc_names_the_field_in_event_and_status(
 async def test_grpc_error_details_are_googles_error_info_and_bad_request(rig: Rig) -> None:
     answer = await rig.generate(request(max_tokens=0))
     assert answer.status is not None
-    metadata = dict(answer.status.trailing_metadata())
-    status = rpc_status_pb2.RpcStatus.FromString(metadata["grpc-status-details-bin"])
+    pairs: list[tuple[str, str | bytes]] = list(answer.status.trailing_metadata())  # type: ignore[arg-type]
+    details = dict(pairs)["grpc-status-details-bin"]
+    assert isinstance(details, bytes)
+    status = rpc_status_pb2.RpcStatus.FromString(details)
     info, bad = rpc_status_pb2.RpcErrorInfo(), rpc_status_pb2.RpcBadRequest()
     by_url = {detail.type_url.rpartition("/")[2]: detail.value for detail in status.details}
     info.ParseFromString(by_url["google.rpc.ErrorInfo"])
@@ -153,7 +156,7 @@ async def test_a_body_that_is_no_request_is_a_400(rig: Rig, body: bytes) -> None
 async def test_a_ten_megabyte_body_is_refused_and_the_limit_named(rig: Rig) -> None:
     body = json.dumps({"prompt": "a" * 10_000_000}).encode()
 
-    async def chunks():  # type: ignore[no-untyped-def]
+    async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 100_000):
             yield body[start : start + 100_000]
 
@@ -259,3 +262,10 @@ def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
 def test_template_syntax_in_a_message_is_plain_text() -> None:
     template = ChatTemplate("{{ messages[0]['content'] }}", {})
     assert template.render([{"role": "user", "content": "{{ 7 * 7 }}"}]) == "{{ 7 * 7 }}"
+
+
+async def test_refused_bodies_are_counted_among_the_outcomes(rig: Rig) -> None:
+    for body in (b"{", b"[" * 100_000, b'{"prompt": ""}', b" " * (5 << 20)):
+        assert (await rig.http.post(TEXT, content=body)).status_code == 400
+    text = (await rig.http.get("/metrics")).text
+    assert 'baton_requests_total{api="completions",outcome="invalid_request"} 4.0' in text

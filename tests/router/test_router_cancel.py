@@ -20,7 +20,7 @@ BODY: dict[str, object] = {"prompt": "hello", "max_tokens": 20}
 
 async def leave_over_grpc(rig: Rig, ready_to_leave: asyncio.Event) -> None:
     call = rig.stub.Generate(request(max_tokens=20))
-    reader = asyncio.create_task(call.read())  # type: ignore[arg-type]
+    reader = asyncio.create_task(call.read())
     await ready_to_leave.wait()
     call.cancel()
     await asyncio.gather(reader, return_exceptions=True)
@@ -78,7 +78,7 @@ async def test_counts_return_to_zero_after_calls_of_which_half_are_cancelled_at_
         call = rig.stub.Generate(request(max_tokens=20))
         try:
             for _ in range(rng.randrange(1, 20) if leaves else 1_000):
-                if await call.read() is grpc.aio.EOF:  # type: ignore[call-arg]
+                if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
         finally:
             if leaves:

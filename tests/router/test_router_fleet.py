@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.model_files import ModelFiles
 from baton.request import Role
-from baton.v1 import serving_pb2, worker_pb2
+from baton.v1 import control_pb2, serving_pb2, serving_pb2_grpc, worker_pb2
 from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
@@ -160,8 +160,6 @@ async def test_a_silent_worker_counts_as_lost_after_its_heartbeats(rig: Rig) -> 
 
 
 async def test_another_worker_behind_a_known_address_is_refused(files: ModelFiles) -> None:
-    from baton.v1 import control_pb2
-
     stranger = await StubWorker("stranger").start()
     async with running_rig(files, [], wait_ready=False) as rig:
         rig.workers.append(stranger)
@@ -175,8 +173,6 @@ async def test_another_worker_behind_a_known_address_is_refused(files: ModelFile
 
 
 async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(files: ModelFiles) -> None:
-    from baton.v1 import control_pb2
-
     workers = [await StubWorker(f"w{number}").start() for number in range(2)]
     async with running_rig(files, [], wait_ready=False) as rig:
         rig.workers += workers
@@ -249,8 +245,6 @@ async def test_a_client_that_pings_each_second_keeps_its_channel(rig: Rig) -> No
     ]
     rig.decode.script.decode_gate.clear()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.front_end.grpc_port}", options=options) as channel:
-        from baton.v1 import serving_pb2_grpc
-
         rig.stub = serving_pb2_grpc.ServingStub(channel)
         calls = [asyncio.create_task(rig.generate(request(max_tokens=3))) for _ in range(5)]
         await asyncio.sleep(5)  # five pings without any data in between
@@ -268,3 +262,31 @@ async def test_pair_with_a_link_that_is_not_up_yet_is_not_ready_but_usable(files
     assert answer.token_ids == [300, 301]
     assert ready.status_code == 503
     assert "connecting" in ready.text
+
+
+async def test_a_call_waits_for_workers_that_the_controller_is_still_starting(files: ModelFiles) -> None:
+    worker = await StubWorker("b0").start()
+    async with running_rig(files, [], wait_ready=False) as rig:
+        rig.workers.append(worker)
+        fleet = rig.front_end.fleet
+        fleet.apply([control_pb2.WorkerRecord(worker_id="b0", role=worker_pb2.ROLE_BOTH, state="starting")])
+        call = asyncio.create_task(rig.generate(request(max_tokens=2)))
+        await until(lambda: rig.front_end.calls.num_inflight == 1, "the call waits")
+        assert "b0 is starting" in (await rig.http.get("/readyz")).text
+        fleet.apply([control_pb2.WorkerRecord(worker_id="b0", role=worker_pb2.ROLE_BOTH, address=worker.address)])
+        assert (await call).token_ids == [300, 301]
+
+
+async def test_a_router_that_stops_ends_its_calls_with_an_error_that_says_so(files: ModelFiles) -> None:
+    async with running_rig(files) as rig:
+        rig.decode.script.decode_gate.clear()
+        over_grpc = asyncio.create_task(rig.generate(request(max_tokens=9)))
+        over_http = asyncio.create_task(rig.events("/v1/completions", {"prompt": "a", "max_tokens": 9}))
+        await until(lambda: rig.decode.num_open == 2, "both calls stream")
+        await rig.front_end.stop()
+        answer, events = await over_grpc, await over_http
+    assert answer.error is not None
+    assert answer.error.code == "unavailable"
+    assert answer.status is not None
+    assert answer.status.code() is grpc.StatusCode.UNAVAILABLE
+    assert events[-1]["error"]["code"] == "unavailable"

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import openai
 import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from baton.errors import Internal, InvalidRequest, Overloaded, TransferFailed
 from baton.model_files import ModelFiles
@@ -189,9 +190,9 @@ async def test_a_stream_that_fails_has_an_error_event_and_no_done_and_the_offici
 
 async def test_the_official_client_chats_streamed_and_whole(rig: Rig) -> None:
     async with openai.AsyncOpenAI(base_url=f"{rig.base_url}/v1", api_key="none", max_retries=0) as client:
-        messages = [{"role": "user", "content": "hi"}]
-        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)  # type: ignore[call-overload]
-        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+        messages: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]
+        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
+        stream = await client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=12, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
@@ -199,6 +200,7 @@ async def test_the_official_client_chats_streamed_and_whole(rig: Rig) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
     assert models == ["tiny"]
 

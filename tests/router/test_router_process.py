@@ -113,7 +113,7 @@ async def test_the_controller_names_fleet_and_targets_and_hears_verdicts_and_its
     worker = await StubWorker("b0").start()
     control = ControlStub()
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(control, server)  # type: ignore[no-untyped-call]
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     record = control_pb2.WorkerRecord(worker_id="b0", address=worker.address, role=worker_pb2.ROLE_BOTH, state="ready")

@@ -78,7 +78,8 @@ def test_joined_pieces_equal_the_text_up_to_the_first_stop_however_it_is_cut(
     text: str, sizes: list[int], stops: list[str]
 ) -> None:
     data = text.encode()
-    cuts, start = [], 0
+    cuts: list[bytes] = []
+    start = 0
     while start < len(data):
         size = sizes[len(cuts) % len(sizes)]
         cuts.append(data[start : start + size])
