@@ -28,7 +28,7 @@ class ReferenceAnswer:
 
 class Reference:
     def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     @torch.inference_mode()
     def answer(self, prompt: list[int], sampling: SamplingParams) -> ReferenceAnswer:

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -141,15 +143,13 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     def stream(
-        self, prompt: Sequence[int] | str, max_tokens: int, *, timeout_s: float = PATIENCE_S, **sampling: object
+        self, prompt: Sequence[int] | str, max_tokens: int, *, timeout_s: float = PATIENCE_S, **sampling: Any
     ) -> grpc.aio.UnaryStreamCall[serving_pb2.GenerateRequest, serving_pb2.GenerateResponse]:
-        params = {"temperature": 0.0, "ignore_eos": True} | sampling
-        request = serving_pb2.GenerateRequest(
-            sampling=serving_pb2.Sampling(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-        )
+        params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True} | sampling
+        request = serving_pb2.GenerateRequest(sampling=serving_pb2.Sampling(max_tokens=max_tokens, **params))
         if isinstance(prompt, str):
             request.prompt = prompt
         else:
@@ -157,7 +157,7 @@ class Client:
         return self.stub.Generate(request, timeout=timeout_s)
 
     async def generate(
-        self, prompt: Sequence[int] | str, max_tokens: int, *, timeout_s: float = PATIENCE_S, **sampling: object
+        self, prompt: Sequence[int] | str, max_tokens: int, *, timeout_s: float = PATIENCE_S, **sampling: Any
     ) -> Answer:
         """One call to its end, whatever that is."""
         return await collect(self.stream(prompt, max_tokens, timeout_s=timeout_s, **sampling))
@@ -191,7 +191,7 @@ class Client:
         return time.monotonic() - started_s
 
 
-async def collect(call: AsyncIterator[serving_pb2.GenerateResponse]) -> Answer:
+async def collect(call: AsyncIterable[serving_pb2.GenerateResponse]) -> Answer:
     answer = Answer()
     try:
         async for response in call:

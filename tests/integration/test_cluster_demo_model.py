@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.error
 import urllib.request
+from typing import Any
 
 import grpc
 import openai
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.integration.cluster_rig import Client, ClusterUnderTest, until
 
-QUESTION = [{"role": "user", "content": "Name three colours and say why you like them."}]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "Name three colours and say why you like them."}
+]
 LONG = "The harbour was quiet in the morning, and the boats lay side by side. " * 90  # more than two chunks
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"])
 async def test_pd_answers_as_colocated(
-    pd_cluster: ClusterUnderTest, colocated_cluster: ClusterUnderTest, sampling: dict[str, object]
+    pd_cluster: ClusterUnderTest, colocated_cluster: ClusterUnderTest, sampling: dict[str, Any]
 ) -> None:
     prompts = ["Hello", "The capital of France is", LONG]
     async with Client(pd_cluster) as pd, Client(colocated_cluster) as colocated:
@@ -63,12 +68,12 @@ def test_the_official_openai_client_streams(pd_cluster: ClusterUnderTest) -> Non
             model=model,
             messages=QUESTION,
             max_tokens=24,
-            temperature=0,  # type: ignore[arg-type]
+            temperature=0,
         )
         pieces = []
         usage = None
         with client.chat.completions.create(
-            model=model, messages=QUESTION, max_tokens=24, temperature=0, stream=True,  # type: ignore[arg-type]
+            model=model, messages=QUESTION, max_tokens=24, temperature=0, stream=True,
             stream_options={"include_usage": True},
         ) as stream:  # fmt: skip
             for chunk in stream:
@@ -117,7 +122,11 @@ async def test_an_slo_change_is_in_force_within_a_second_and_counts_verdicts(pd_
             f"http://127.0.0.1:{pd_cluster.admin_port}/admin/v1{path}",
             method=method,
             data=json.dumps(body).encode() if body is not None else None,
-            headers={"authorization": f"Bearer {token['operator']['secret']}", "content-type": "application/json", **headers},
+            headers={
+                "authorization": f"Bearer {token['operator']['secret']}",
+                "content-type": "application/json",
+                **headers,
+            },
         )
         try:
             with urllib.request.urlopen(request, timeout=10) as reply:

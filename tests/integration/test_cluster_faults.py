@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Sequence
 
 import grpc
 import psutil
@@ -113,7 +114,7 @@ async def test_a_minute_of_mixed_traffic_leaves_nothing_behind(fault_cluster: Cl
     rng = random.Random(5)
     async with Client(fault_cluster) as client:
 
-        async def generate(prompt_ids: list[int], max_tokens: int, cancel_after: int | None) -> list[int]:
+        async def generate(prompt_ids: Sequence[int], max_tokens: int, cancel_after: int | None) -> list[int]:
             ids = [token % (VOCAB_SIZE - 10) + 5 for token in prompt_ids]
             answer = Answer()
             call = client.stream(ids, max_tokens, temperature=rng.choice([0.0, 0.8]))
@@ -159,6 +160,7 @@ def test_every_listening_port_is_on_loopback(fault_cluster: ClusterUnderTest) ->
         (process.name(), connection.laddr)
         for process in fault_cluster.processes()
         for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
     ]
     assert outside == []

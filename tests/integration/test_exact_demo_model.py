@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import grpc
 import pytest
 
@@ -22,11 +25,12 @@ def prompts() -> list[list[int]]:
 @pytest.mark.timeout(3_000)
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11}], ids=["greedy", "seeded"])
 async def test_exact_fifty_prompts_of_32_tokens(
-    pd_cluster: ClusterUnderTest, colocated_cluster: ClusterUnderTest, sampling: dict[str, object]
+    pd_cluster: ClusterUnderTest, colocated_cluster: ClusterUnderTest, sampling: dict[str, Any]
 ) -> None:
     excused: list[str] = []
     async with Client(pd_cluster) as pd, Client(colocated_cluster) as colocated:
-        for n, prompt in enumerate([*prompts(), PHRASE * 60]):
+        inputs: list[Sequence[int] | str] = [*prompts(), PHRASE * 60]
+        for n, prompt in enumerate(inputs):
             apart = await pd.generate(prompt, NUM_TOKENS, logprobs=2, timeout_s=300, **sampling)
             together = await colocated.generate(prompt, NUM_TOKENS, logprobs=2, timeout_s=300, **sampling)
             assert apart.code is together.code is grpc.StatusCode.OK, (apart.details, together.details)

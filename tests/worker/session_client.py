@@ -40,7 +40,7 @@ class SessionClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
     def send(self, **message: object) -> None:
         self._outbox.put_nowait(worker_pb2.SessionRequest(**message))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
 
 import pytest
 
@@ -23,6 +24,14 @@ def seq(n: int) -> int:
 
 def prompt(length: int, salt: int = 0) -> list[int]:
     return [(31 * i + salt) % 900 + 20 for i in range(length)]
+
+
+def no_blocks(router: SessionClient) -> bool:
+    return router.load.active_blocks == router.load.reserved_blocks == 0
+
+
+def no_transfers(router: SessionClient) -> bool:
+    return router.load.num_leases == router.load.num_tickets == 0
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 65, 200, 700])
@@ -57,8 +66,8 @@ async def test_prefill_hands_over_to_decode_and_the_tokens_join_without_a_seam()
             assert sorted(prefill.tokens[seq(n)]) == [0]
         assert p.runner.faults == d.runner.faults == []
         for router in (prefill, decode):
-            await router.until(lambda r=router: r.load.active_blocks == r.load.reserved_blocks == 0)
-            await router.until(lambda r=router: r.load.num_leases == r.load.num_tickets == 0)
+            await router.until(partial(no_blocks, router))
+            await router.until(partial(no_transfers, router))
         assert prefill.ended[seq(12)].stats.transport == "loopback"
         assert prefill.ended[seq(12)].stats.kv_bytes == 44 * d.runner.kv_cache.layout.block_bytes
 
@@ -151,15 +160,19 @@ async def test_cancel_frees_blocks_in_every_stage() -> None:
         SessionClient(p.server.address, EPOCH) as prefill,
         SessionClient(d.server.address, EPOCH) as decode,
     ):
+
+        def started(n: int) -> bool:
+            return seq(n) in prefill.tokens or n % 3 == 1
+
         for n in range(30):
             prefill.submit(request(seq(n), prompt(100 + n, n), 200, ignore_eos=True), d.peer)
             if n % 3:
-                await prefill.until(lambda n=n: seq(n) in prefill.tokens or n % 3 == 1)
+                await prefill.until(partial(started, n))
             for router in (prefill, decode):
                 router.send(cancel=worker_pb2.Cancel(seq=seq(n)))
         for router in (prefill, decode):
-            await router.until(lambda r=router: r.load.active_blocks == r.load.reserved_blocks == 0)
-            await router.until(lambda r=router: r.load.num_leases == r.load.num_tickets == 0)
+            await router.until(partial(no_blocks, router))
+            await router.until(partial(no_transfers, router))
         prefill.submit(request(seq(99), prompt(33), 5, ignore_eos=True), d.peer)
         await decode.until(lambda: seq(99) in decode.ended)
         tokens = prefill.tokens[seq(99)] | decode.tokens[seq(99)]
