@@ -12,6 +12,7 @@ from kv_transfer.events import (
     PairReady,
     Shipped,
 )
+from kv_transfer.frame import read_header
 
 
 def test_a_pair_is_ready_on_both_ends_after_one_probe_each_way() -> None:
@@ -188,3 +189,27 @@ def test_both_ends_can_send_at_once() -> None:
     assert cores.store_a.blocks(range(10, 18)) == cores.store_b.blocks(range(20, 28))
     status = cores.a.peers()["b"]
     assert (status.bytes_sent, status.bytes_received, status.num_received) == (nbytes, nbytes, 1)
+
+
+def test_a_worker_that_was_late_itself_judges_what_has_arrived_before_it_asks_again() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.b.open_incoming("a", 5, 1, list(range(8)), 0, ttl_s=5.0)
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 2, 8, lease_s=5.0)
+    cores.a.ship(5, range(8), 8, last=True)
+    while cores.a.poll(cores.now_s):
+        pass
+    cores.b.close_incoming(5)
+    cores.b.open_incoming("a", 5, 1, list(range(8)), 2, ttl_s=5.0)
+    nbytes = 6 * LAYOUT.block_bytes
+    cores.b.commit_incoming(5, 1, 3, nbytes)
+    cores.now_s += 1.0
+    cores.settle()
+    assert cores.take_events()[1] == [IncomingClosed(5, ""), Committed(5, 1, nbytes)]
+
+
+def test_a_judged_slot_is_unreadable_so_that_an_empty_message_is_not_taken_for_the_last_frame() -> None:
+    cores = TwoCores(num_slots=1)
+    cores.connect()  # the probe was in slot 0
+    assert read_header(cores.b._pairs["a"].channel.ring_slot(0)) is None

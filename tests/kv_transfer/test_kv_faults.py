@@ -263,8 +263,8 @@ def test_a_damaged_frame_is_asked_for_again_and_the_transfer_is_committed_once()
     assert cores.b.load().frames_dropped >= 1
 
 
-@pytest.mark.parametrize("field", ["loss", "corrupt"])
-def test_a_network_that_delivers_nothing_whole_ends_in_a_typed_failure(field: str) -> None:
+@pytest.mark.parametrize(("field", "outcome"), [("loss", "expired"), ("corrupt", "damaged")])
+def test_a_network_that_delivers_nothing_whole_ends_in_a_typed_failure(field: str, outcome: str) -> None:
     cores = TwoCores()
     cores.connect()
     cores.take_events()
@@ -275,6 +275,6 @@ def test_a_network_that_delivers_nothing_whole_ends_in_a_typed_failure(field: st
     world.ship_next(world.handoffs[1])
     while not world.all_over():
         world.step(0.01)
-    assert world.handoffs[1].incoming == "damaged"
+    assert world.handoffs[1].incoming == outcome
     assert cores.now_s - started_s < 12.0  # max_resends pauses and one ttl
     assert not cores.store_b.data.any()
