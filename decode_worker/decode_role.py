@@ -33,6 +33,7 @@ from baton.wire import error_to_pb, request_from_pb
 from engine.ports import Reservation, SequenceEnded, SequenceStats, StepResult
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
 from worker.role import Ports
+from worker.tombstones import Tombstones
 
 
 class State(enum.IntEnum):
@@ -64,7 +65,8 @@ class DecodeRole:
         self._lease_s = lease_s
         self._max_queued = max_queued
         self._open: dict[int, Decode] = {}
-        self._tombstones: dict[int, float] = {}  # seq -> when to forget it
+        self._cancelled = Tombstones(lease_s)  # before they came
+        self._ended = Tombstones(lease_s)
         self._last_generation = 0
 
     # --- the router ---
@@ -81,7 +83,7 @@ class DecodeRole:
     def on_cancel(self, seq: int) -> bool:
         decode = self._open.get(seq)
         if decode is None:
-            self._tombstones[seq] = self._ports.now_s() + self._lease_s
+            self._cancelled.add(seq, self._ports.now_s())
             return False
         if decode.state is State.RUNNING:
             self._end(decode, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
@@ -97,6 +99,8 @@ class DecodeRole:
     def _refusal(self, seq: int) -> BatonError | None:
         if seq in self._open:
             return InvalidRequest("seq is already open on this worker", field="seq")
+        if seq in self._ended:
+            return InvalidRequest("seq was used on this worker before", field="seq")
         if len(self._open) >= self._max_queued:
             return Overloaded(f"the decode queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
         return self._ports.refusal(RoleKind.DECODE)
@@ -128,7 +132,7 @@ class DecodeRole:
         try:
             request = request_from_pb(reserve.request)
             refusal = self._refusal(seq)
-            if seq in self._tombstones:
+            if seq in self._cancelled:
                 refusal = Cancelled("the router cancelled the call")
             elif not self._ports.sessions.has_router(seq):
                 refusal = Unavailable("the call's router has no session with this decode worker")
@@ -253,7 +257,8 @@ class DecodeRole:
 
     def on_tick(self) -> None:
         now_s = self._ports.now_s()
-        self._tombstones = {seq: until for seq, until in self._tombstones.items() if until > now_s}
+        self._cancelled.expire(now_s)
+        self._ended.expire(now_s)
         for decode in list(self._open.values()):
             if decode.state is State.CLOSING:
                 continue
@@ -316,6 +321,7 @@ class DecodeRole:
     def _forget(self, decode: Decode) -> None:
         self._ports.engine.drop(decode.request.seq)
         del self._open[decode.request.seq]
+        self._ended.add(decode.request.seq, self._ports.now_s())
 
     def _send_ticket_lost(self, peer: str, seq: int, generation: int, error: BatonError) -> None:
         lost = kv_pb2.TicketLost(seq=seq, generation=generation, error=error_to_pb(error))

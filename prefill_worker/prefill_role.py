@@ -27,6 +27,7 @@ from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
 from worker.role import Ports
+from worker.tombstones import Tombstones
 
 
 class State(enum.IntEnum):
@@ -87,6 +88,7 @@ class PrefillRole:
         self._max_resends = max_resends
         self._max_queued = max_queued
         self._open: dict[int, Prefill] = {}
+        self._ended = Tombstones(lease_s)
         self._ready_peers: set[str] = set()
 
     # --- the router ---
@@ -95,6 +97,8 @@ class PrefillRole:
         refusal = self._ports.refusal(RoleKind.PREFILL)
         if request.seq in self._open:
             refusal = InvalidRequest("seq is already open on this worker", field="seq")
+        elif request.seq in self._ended:
+            refusal = InvalidRequest("seq was used on this worker before", field="seq")
         elif len(self._open) >= self._max_queued:
             refusal = Overloaded(f"the prefill queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
         if refusal is not None:
@@ -333,6 +337,7 @@ class PrefillRole:
 
     def on_tick(self) -> None:
         now_s = self._ports.now_s()
+        self._ended.expire(now_s)
         for prefill in list(self._open.values()):
             if prefill.state is State.CLOSING:
                 continue
@@ -380,6 +385,7 @@ class PrefillRole:
     def _forget(self, prefill: Prefill) -> None:
         self._ports.engine.drop(prefill.request.seq)
         del self._open[prefill.request.seq]
+        self._ended.add(prefill.request.seq, self._ports.now_s())
         self._start_queued()
 
     def _stats(self, prefill: Prefill) -> worker_pb2.SeqStats:

@@ -33,7 +33,7 @@ from engine.ports import Batch, StepResult
 from engine.scripted_runner import POISON, ScriptedKVCache, ScriptedRunner
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import Committed, KVEvent, PairLost, PairReady
-from kv_transfer.frame import HEADER_BYTES
+from kv_transfer.frame import HEADER_BYTES, Kind, read_header
 from kv_transfer.loopback import Faults, LoopbackNetwork, _Lane
 from prefill_worker.prefill_role import PrefillRole
 from tests.handoff.handoff_links import RigLinks
@@ -86,10 +86,15 @@ class RigNetwork(LoopbackNetwork):
     """A LoopbackNetwork that says whether somebody has mail, so that the scheduler need not poll for it."""
 
     on_send: Callable[[bytes], None] | None = None  # the adversary listens
+    drop_next_data_frame = False  # set by a test
 
     def send(self, address: bytes, lane: _Lane, data: bytes, now_s: float) -> None:
         if self.on_send is not None:
             self.on_send(data)
+        header = read_header(memoryview(data))
+        if self.drop_next_data_frame and header is not None and header.kind is Kind.DATA:
+            self.drop_next_data_frame = False
+            return
         super().send(address, lane, data, now_s)
 
     def has_mail(self, address: bytes, now_s: float) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kv_transfer.events import Committed
-from tests.handoff.handoff_calls import CANCELLED, Rig, random_prompt
+from tests.handoff.handoff_calls import CANCELLED, Call, Rig, random_prompt
 from tests.handoff.handoff_links import cut
 from tests.handoff.handoff_rig import Cluster, RigConfig, RigWorker
 
@@ -39,13 +39,19 @@ MOMENTS: dict[str, Callable[[RigWorker, RigWorker], bool]] = {
 }
 
 
+def rig_at(moment: str, seed: int) -> tuple[Rig, Call]:
+    """A cluster in which one call's event has just happened."""
+    rig = Rig(seed, Cluster(seed))
+    prefill, decode = rig.cluster.workers["prefill-0"], rig.cluster.workers["decode-0"]
+    call = rig.router.submit(random_prompt(rig.rng, rig.rng.randint(1, 40)), 3)
+    assert rig.cluster.run_until(lambda: MOMENTS[moment](prefill, decode) or call.is_over, limit_s=10.0)
+    return rig, call
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_cancel_in_the_same_tick_as_an_event_frees_once(moment: str) -> None:
     for seed in range(200):
-        rig = Rig(seed, Cluster(seed))
-        prefill, decode = rig.cluster.workers["prefill-0"], rig.cluster.workers["decode-0"]
-        call = rig.router.submit(random_prompt(rig.rng, rig.rng.randint(1, 40)), 3)
-        assert rig.cluster.run_until(lambda p=prefill, d=decode: MOMENTS[moment](p, d) or call.is_over, 10.0)  # type: ignore[misc]
+        rig, call = rig_at(moment, seed)
         rig.router.cancel(call)
         cancelled_s = rig.cluster.clock.now_s
         rig.drain()
@@ -80,7 +86,7 @@ def test_a_cancel_that_overtakes_its_reserve_leaves_a_tombstone_for_one_lease() 
     assert call.outcome == CANCELLED
     assert decode.local_engine.load().num_admitted == 0
     rig.cluster.run_for(SILENT_S)
-    assert not decode.decode._tombstones
+    assert not decode.decode._cancelled
 
 
 @pytest.mark.parametrize("prefill_dies", [False, True])
@@ -139,11 +145,8 @@ def test_a_thousand_cancels_at_any_stage_leave_nothing() -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_link_cut_in_the_same_tick_as_an_event_ends_the_call_on_both_sides(moment: str) -> None:
     for seed in range(30):
-        rig = Rig(seed, Cluster(seed))
-        prefill, decode = rig.cluster.workers["prefill-0"], rig.cluster.workers["decode-0"]
-        call = rig.router.submit(random_prompt(rig.rng, rig.rng.randint(1, 40)), 3)
-        rig.cluster.run_until(lambda p=prefill, d=decode: MOMENTS[moment](p, d) or call.is_over, 10.0)  # type: ignore[misc]
-        cut(next(iter(prefill.links.ends.values())), rig.rng)
+        rig, _ = rig_at(moment, seed)
+        cut(next(iter(rig.cluster.workers["prefill-0"].links.ends.values())), rig.rng)
         rig.drain()
 
 
@@ -151,10 +154,7 @@ def test_a_link_cut_in_the_same_tick_as_an_event_ends_the_call_on_both_sides(mom
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_a_worker_killed_in_the_same_tick_as_an_event_leaves_the_other_whole(victim: str, moment: str) -> None:
     for seed in range(15):
-        rig = Rig(seed, Cluster(seed))
-        prefill, decode = rig.cluster.workers["prefill-0"], rig.cluster.workers["decode-0"]
-        call = rig.router.submit(random_prompt(rig.rng, rig.rng.randint(1, 40)), 3)
-        rig.cluster.run_until(lambda p=prefill, d=decode: MOMENTS[moment](p, d) or call.is_over, 10.0)  # type: ignore[misc]
+        rig, _ = rig_at(moment, seed)
         dead = rig.cluster.workers[victim]
         rig.cluster.restart(victim)
         rig.router.on_worker_lost(dead)
@@ -164,10 +164,7 @@ def test_a_worker_killed_in_the_same_tick_as_an_event_leaves_the_other_whole(vic
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_router_lost_in_the_same_tick_as_an_event_leaves_both_workers_idle(moment: str) -> None:
     for seed in range(30):
-        rig = Rig(seed, Cluster(seed))
-        prefill, decode = rig.cluster.workers["prefill-0"], rig.cluster.workers["decode-0"]
-        call = rig.router.submit(random_prompt(rig.rng, rig.rng.randint(1, 40)), 3)
-        rig.cluster.run_until(lambda p=prefill, d=decode: MOMENTS[moment](p, d) or call.is_over, 10.0)  # type: ignore[misc]
+        rig, _ = rig_at(moment, seed)
         rig.replace_router()
         lost_s = rig.cluster.clock.now_s
         rig.drain()
