@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
+from cli.ports import listener_pid
 from cli.processes import process_name
 
 _MIB = 1 << 20
@@ -45,7 +46,7 @@ def check_port(port: int, what: str, flag: str) -> None:
             probe.listen()
         except OSError as error:
             raise ConfigError(
-                f"{what} port {port} cannot be used ({_who_listens(port) or error.strerror}); choose another with {flag}",
+                f"{what} port {port} cannot be used ({_taken_by(port, str(error.strerror))}); choose another with {flag}",
                 field=flag,
             ) from None
 
@@ -105,23 +106,6 @@ def _free_bytes(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _who_listens(port: int) -> str:
-    """ "taken by pid 7 (python -m x)" for a listener of this user; "taken" for another's; "" for none."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
-            fields = line.split()
-            local, state, inode = fields[1], fields[3], fields[9]
-            if state == "0A" and int(local.rpartition(":")[2], 16) == port:  # 0A = LISTEN, linux/net/tcp_states.h
-                inodes.add(f"socket:[{inode}]")
-    if not inodes:
-        return ""
-    for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            owner = os.readlink(fd)
-        except OSError:
-            continue
-        if owner in inodes:
-            pid = int(fd.parts[2])
-            return f"taken by pid {pid}: {process_name(pid)}"
-    return "taken"
+def _taken_by(port: int, otherwise: str) -> str:
+    pid = listener_pid(port)
+    return otherwise if pid is None else f"taken by pid {pid}: {process_name(pid)}"

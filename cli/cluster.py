@@ -15,7 +15,6 @@ import json
 import os
 import select
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import httpx
 from baton.config import LOOPBACK, ClusterConfig
 from baton.config_load import to_json
 from cli.guard import Guard
+from cli.ports import free_port, is_listening, listener_pid
 from cli.processes import Child, adopt_orphans, end_child, end_sessions, is_stopped, living_pids, spawn
 from cli.run_folder import ClusterRecord, RunFolder, write_private
 from cli.shared_memory import SharedMemory
@@ -255,20 +255,12 @@ class Cluster:
         addresses = (controller.ray_address, router.control_address)
         ports = [router.http_port, router.grpc_port, controller.admin_port]
         ports += [int(address.rpartition(":")[2]) for address in addresses if address]
-        return [port for port in ports if self._children and is_listening(port)]
+        return [port for port in ports if self._children and is_listening(port) and not self._is_foreign(port)]
 
-
-def free_port() -> int:
-    """A port that nobody holds now; the system hands out others for a while before it comes round again."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((LOOPBACK, port)) == 0
+    def _is_foreign(self, port: int) -> bool:
+        """Somebody else took the port since it was given up."""
+        pid = listener_pid(port)
+        return pid is not None and pid not in living_pids(self._sessions())
 
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:

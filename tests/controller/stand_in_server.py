@@ -22,8 +22,8 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
     fingerprint = "stand-in"
 
     def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
-        if config.model.path == "broken":
-            raise ConfigError("model.path = 'broken': no such model", field="model.path")
+        if os.environ.get("STAND_IN_FAILS"):
+            raise ConfigError("model.path = 'x': no such model", field="model.path")
         self.epoch = new_epoch()
         self.busy = config.model.path == "busy"  # refuses to change its role
         self._config = config
@@ -63,6 +63,10 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
                 epoch=self.epoch,
                 role=self._load.role,
                 load=self._load,
+                max_model_len=128,
+                num_blocks=64,
+                block_size=16,
+                max_num_seqs=8,
                 protocol_version=PROTOCOL_VERSION,
             )
             return worker_pb2.SessionEvent(opened=opened)

@@ -160,7 +160,12 @@ async def test_verdicts_and_the_version_in_force_at_each_router_are_shown(
     plane.controller.report(control_pb2.RouterReport(router_id="r", slo_version=1, verdicts=verdicts, pid=5))
     answer = (await admin.get("/admin/v1/slo")).json()
     assert answer["verdicts"]["interactive"] == {
-        "met": 3, "ttft": 0, "tpot": 1, "itl": 0, "e2e": 0, "failed": 0,
+        "met": 3,
+        "ttft": 0,
+        "tpot": 1,
+        "itl": 0,
+        "e2e": 0,
+        "failed": 0,
         "attainment": 0.75,
     }
     [router] = answer["routers"]
