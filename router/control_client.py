@@ -61,6 +61,8 @@ class ControlClient:
                 if not told:
                     log.warning("controller_away", reason=error.details() or error.code().name)
                     told = True
+            except Exception:  # RPC boundary: a state that makes no sense must not end the watching
+                log.exception("control_state_refused")
             await asyncio.sleep(RETRY_S)
 
     async def _report(self) -> None:

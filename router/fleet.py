@@ -56,7 +56,7 @@ class Endpoint:
         self.told_draining = False  # by the controller, before the worker says so itself
         self.last_chosen = 0
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
-        self._role = role  # until the worker says its own
+        self._role = role  # the last one known
         self._holds: dict[int, Hold] = {}  # by id()
         self._peers_sent: tuple[int, list[worker_pb2.Peer]] = (0, [])
 
@@ -112,6 +112,12 @@ class Endpoint:
             last_chosen=self.last_chosen,
             links={peer: LinkView(link.peer.epoch, link.state, link.reason) for peer, link in view.links.items()},
         )
+
+    def remember(self) -> None:
+        """Keep what the worker says of itself for the time when it says nothing."""
+        assert self.session.view is not None
+        self.opened = self.session.view.opened
+        self._role = self.role
 
     def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
         """Tell the worker whom it may hand over to, once per Session and change."""
@@ -198,7 +204,7 @@ class Fleet:
         """Introduce workers to each other and wake whoever waits for a place."""
         for endpoint in self.endpoints:
             if endpoint.session.view is not None:
-                endpoint.opened = endpoint.session.view.opened
+                endpoint.remember()
                 if endpoint.role is Role.PREFILL:
                     endpoint.send_peers(self._peers_of(endpoint))
         self._changed.set()

@@ -131,6 +131,9 @@ class WorkerSession:
                 await self._one_stream()
             except (SessionLost, grpc.aio.AioRpcError) as error:
                 reason = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            except Exception as error:  # RPC boundary: a message that makes no sense must not end the reconnecting
+                log.exception("session_failed", worker=self.worker_id, address=self.address)
+                reason = f"its messages cannot be understood ({type(error).__name__})"
             was_open = self.view is not None
             if was_open:
                 log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
