@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.errors import BatonError, Internal, error_from_code
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    error_from_code,
+)
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from cli.running import RunningCluster, add_cluster_flag
 from cli.terminal import fail, table
@@ -138,4 +147,8 @@ def _write(text: str) -> None:
 
 def _rpc_error(error: grpc.RpcError) -> BatonError:
     assert isinstance(error, grpc.Call)
-    return error_from_code("internal", f"{error.details()} ({error.code().name})")
+    kinds = {
+        kind.grpc_code: kind.code for kind in (InvalidRequest, NotFound, Overloaded, DeadlineExceeded, Unavailable)
+    }
+    status = error.code().name
+    return error_from_code(kinds.get(status, Internal.code), f"{error.details()} ({status})")

@@ -6,6 +6,7 @@ this object was made, belongs to this user, and no living process has it mapped:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,10 +51,19 @@ def _mapped(entries: Iterable[Path]) -> set[Path]:
         return set()
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
-            targets = {os.readlink(fd) for fd in (process / "fd").iterdir()}
-        except OSError:
-            continue  # gone, or another user's
-        found.update(entry for name, entry in wanted.items() if name in maps or name in targets)
+        used = _used_files(process)
+        found.update(entry for name, entry in wanted.items() if name in used)
     return found
+
+
+def _used_files(process: Path) -> set[str]:
+    """Paths that a process maps or has open; empty where it is gone or another user's."""
+    used: set[str] = set()
+    with contextlib.suppress(OSError):
+        maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
+        used.update(line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line)
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(process / "fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                used.add(os.readlink(process / "fd" / fd))
+    return used

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.config import ClusterConfig, EngineConfig
+from baton.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from baton.model_spec import ModelSpec
+from baton.v1 import serving_pb2
+from cli.chat import stream_chat
+from cli.checks import check_memory, check_port, check_shared_memory, num_parameters
+from cli.main import main
+from cli.run_folder import ClusterRecord, RunFolder
+from cli.shared_memory import SharedMemory
+
+SMOLLM2 = ModelSpec(
+    name="smollm2",
+    architecture="llama",
+    num_layers=30,
+    hidden_size=576,
+    ffn_size=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=49_152,
+    rope_theta=100_000.0,
+    norm_eps=1e-5,
+    max_model_len=8_192,
+    tie_embeddings=True,
+)
+
+
+def test_a_taken_port_is_named_with_its_holder_and_the_flag_that_moves_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"HTTP port {port} .*taken by pid \d+.*--http-port"):
+            check_port(port, "HTTP", "--http-port")
+    check_port(port, "HTTP", "--http-port")
+
+
+def test_baton_up_on_a_taken_port_is_one_line_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        assert main(["up", "--grpc-port", str(port), "--http-port", "0", "--admin-port", "0"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"gRPC port {port}" in line
+    assert "--grpc-port" in line
+
+
+def test_a_missing_model_is_one_line_that_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    assert main(["up", "--grpc-port", "0", "--http-port", "0", "--admin-port", "0"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "baton model fetch smollm2" in line
+
+
+def test_the_demo_model_has_the_parameters_of_its_name() -> None:
+    assert num_parameters(SMOLLM2) == pytest.approx(134.5e6, rel=0.01)
+
+
+def test_too_little_memory_says_how_much_and_what_to_lower() -> None:
+    check_memory(ClusterConfig(), SMOLLM2, 16 << 30)
+    with pytest.raises(ConfigError, match=r"2 workers need about .* GiB.*3\.0 GiB is available.*--kv-memory-bytes"):
+        check_memory(ClusterConfig(), SMOLLM2, 3 << 30)
+
+
+def test_a_block_count_replaces_the_memory_figure() -> None:
+    check_memory(ClusterConfig(engine=EngineConfig(num_blocks=64)), SMOLLM2, 3 << 30)
+
+
+def test_too_little_shared_memory_says_how_to_enlarge_it() -> None:
+    with pytest.raises(ConfigError, match=r"/dev/shm has 64 MiB free.*--shm-size="):
+        check_shared_memory(ClusterConfig(), 64 << 20)
+
+
+def test_print_config_names_the_origin_of_each_value(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON__KV__LEASE_S", "3")
+    assert main(["up", "--prefill", "2", "--no-prefix-cache", "--print-config"]) == 0
+    lines = {line.split(" = ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["prefill"].endswith("# flag --prefill")
+    assert lines["kv.lease_s"].endswith("# env BATON__KV__LEASE_S")
+    assert lines["engine.prefix_cache"].split()[2] == "false"
+    assert lines["decode"].endswith("# default")
+
+
+def test_colocated_is_one_worker_that_does_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--colocated", "--print-config"]) == 0
+    lines = capsys.readouterr().out
+    assert "prefill = 0 " in lines
+    assert "both = 1 " in lines
+
+
+def test_the_command_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, cli.main as m, cli.cluster;"
+        "m.main(['up', '--print-config']);"
+        "print([name for name in ('ray', 'torch', 'ucxx') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.strip() == "[]"
+
+
+def test_commands_without_a_cluster_say_how_to_start_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    for command in (["status"], ["chat", "hello"], ["drain", "decode-0"]):
+        assert main(command) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert "no cluster with admin port 8001 runs here; start one with 'baton up'" in line
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunFolder:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    return RunFolder(8001)
+
+
+def test_the_run_folder_and_its_secrets_are_the_user_s_alone(folder: RunFolder) -> None:
+    folder.take()
+    folder.write_secrets()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    for file in (folder.tokens_file, folder.ray_token_file):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert folder.admin_secret("viewer") != folder.admin_secret("operator")
+    folder.release(remove=False)
+    assert not folder.tokens_file.exists()
+    assert folder.logs.exists()
+
+
+def test_two_clusters_cannot_own_one_run_folder(folder: RunFolder) -> None:
+    folder.take()
+    with pytest.raises(ConfigError, match=r"admin port 8001 is already running.*--admin-port"):
+        RunFolder(8001).take()
+    folder.release(remove=True)
+    assert not folder.path.exists()
+
+
+def test_the_record_of_a_dead_cluster_is_not_believed(folder: RunFolder) -> None:
+    folder.take()
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    folder.write_record(ClusterRecord(dead.pid, "127.0.0.1", 1, 2, 3, {}))
+    with pytest.raises(NotFound):
+        folder.read_record()
+    folder.release(remove=True)
+
+
+def test_shared_memory_that_nobody_maps_is_removed_and_mapped_one_is_not() -> None:
+    before = SharedMemory()
+    orphan, used = Path("/dev/shm/baton-test-orphan"), Path("/dev/shm/baton-test-used")
+    orphan.write_bytes(b"x")
+    with used.open("wb") as held:
+        held.write(b"x")
+        assert before.clean() == []
+        assert (orphan.exists(), used.exists()) == (False, True)
+    assert before.clean() == []
+    assert not used.exists()
+
+
+class ScriptedRouter:
+    """Answers Generate, and nothing else, with the events it was given, or aborts."""
+
+    def __init__(self) -> None:
+        self.events: list[serving_pb2.GenerateResponse] = []
+        self.abort: grpc.StatusCode | None = None
+        self.request = serving_pb2.GenerateRequest()
+
+    def Generate(self, request: serving_pb2.GenerateRequest, context: Any) -> Iterator[serving_pb2.GenerateResponse]:
+        self.request = request
+        yield from self.events
+        if self.abort is not None:
+            context.abort(self.abort, "decode-0 died")
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[ScriptedRouter, grpc.Channel]]:
+    scripted = ScriptedRouter()
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    handler = grpc.unary_stream_rpc_method_handler(
+        scripted.Generate,
+        request_deserializer=serving_pb2.GenerateRequest.FromString,
+        response_serializer=serving_pb2.GenerateResponse.SerializeToString,
+    )
+    service = grpc.method_handlers_generic_handler("baton.v1.Serving", {"Generate": handler})
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield scripted, channel
+    server.stop(grace=None).wait()
+
+
+def ask(channel: grpc.Channel, written: list[str]) -> serving_pb2.Done:
+    messages = [serving_pb2.ChatMessage(role="user", content="hello")]
+    return stream_chat(channel, messages, serving_pb2.Sampling(max_tokens=5), written.append).done
+
+
+def chunk(text: str) -> serving_pb2.GenerateResponse:
+    return serving_pb2.GenerateResponse(chunk=serving_pb2.Chunk(text=text))
+
+
+def test_chat_writes_pieces_as_they_come_and_returns_the_end(router: tuple[ScriptedRouter, grpc.Channel]) -> None:
+    scripted, channel = router
+    done = serving_pb2.Done(usage=serving_pb2.Usage(completion_tokens=2))
+    scripted.events = [chunk("a"), chunk("b"), serving_pb2.GenerateResponse(done=done)]
+    written: list[str] = []
+    assert ask(channel, written).usage.completion_tokens == 2
+    assert written == ["a", "b"]
+    assert scripted.request.sampling.max_tokens == 5
+
+
+def test_chat_says_the_router_s_own_error(router: tuple[ScriptedRouter, grpc.Channel]) -> None:
+    scripted, channel = router
+    detail = serving_pb2.ErrorDetail(code="invalid_request", message="max_tokens: at least 1", field="max_tokens")
+    scripted.events = [serving_pb2.GenerateResponse(error=detail)]
+    with pytest.raises(InvalidRequest, match="max_tokens: at least 1"):
+        ask(channel, [])
+
+
+def test_chat_names_a_broken_call_s_reason_and_status(router: tuple[ScriptedRouter, grpc.Channel]) -> None:
+    scripted, channel = router
+    scripted.events, scripted.abort = [chunk("half")], grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(Unavailable, match=r"decode-0 died \(UNAVAILABLE\)"):
+        ask(channel, [])
