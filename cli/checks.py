@@ -15,10 +15,10 @@ from cli.ports import listener_pid
 from cli.processes import process_name
 
 _MIB = 1 << 20
-# Resident sizes measured on x86-64 Linux, 2 cores: Ray head with agents 390 MiB, controller 150, router 200; a worker
-# process before its weights (Python, torch, UCX) 350.
+# Resident sizes measured on x86-64 Linux, 2 cores: Ray's head with raylet and agents 480 MiB, controller 120, router 140; a
+# worker beyond its weights and KV (Python, torch, UCX, buffers of the weights' conversion) 600.
 _CLUSTER_BYTES = 740 * _MIB
-_WORKER_BYTES = 350 * _MIB
+_WORKER_BYTES = 600 * _MIB
 # Ray's object store (80 MB, touched only when used) stays in /dev/shm, as do UCX's queues: 20 MiB per worker and peer at most.
 _RAY_SHM_BYTES = 80_000_000
 _UCX_SHM_BYTES = 20 * _MIB

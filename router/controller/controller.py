@@ -77,10 +77,10 @@ class Controller:
         self._wake()
         return member
 
-    def start_failed(self, worker_id: str, reason: str) -> None:
-        """Its process never came up, or cannot again."""
+    def start_failed(self, worker_id: str, epoch: int, reason: str) -> None:
+        """No process came up after the one of `epoch` (0 = the first)."""
         log.error("worker_start_failed", worker=worker_id, reason=reason)
-        self.fleet.lost(worker_id, self.fleet.get(worker_id).epoch, reason)
+        self.fleet.lost(worker_id, epoch, reason)
         self._wake()
 
     def view(self, worker_id: str) -> WorkerView | None:

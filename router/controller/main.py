@@ -35,12 +35,14 @@ from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import Token, make_app
 from router.controller.control_service import ControlService
 from router.controller.controller import Controller
+from router.controller.fleet_state import FAILED
 from router.controller.pools import Placement, RayPools
 from router.controller.slo_store import SQLiteSLOStore
 
 log = get_log("controller.main")
 
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
+_REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
 LOGS_DIR = "logs"  # in the run folder
 SLO_FILE = "slo.sqlite"  # in the run folder, unless controller.slo_store says otherwise
 
@@ -76,7 +78,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    starting = asyncio.create_task(fleet.start())
+    starting = asyncio.create_task(_start_and_revive(fleet))
     await stop.wait()
     starting.cancel()
     await fleet.stop()
@@ -86,6 +88,11 @@ async def _serve(cluster: ClusterConfig) -> None:
     await serving
 
 
+async def _start_and_revive(fleet: _RayFleet) -> None:
+    await fleet.start()
+    await fleet.revive()
+
+
 class _RayFleet:
     """The workers that this controller wants, as Ray actors. Ray's calls block, so they run on threads of their own."""
 
@@ -93,7 +100,8 @@ class _RayFleet:
         self._controller = controller
         self._config = cluster.controller
         self._workers = worker_configs(cluster, control_address, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(max_workers=len(self._workers), thread_name_prefix="ray")
+        # Two per worker: a stop must not queue behind a start that waits for its deadline.
+        self._threads = ThreadPoolExecutor(max_workers=2 * len(self._workers), thread_name_prefix="ray")
         self._pools: RayPools | None = None
         for worker in self._workers:
             controller.expect(worker.worker_id, Role[worker.role.upper()])
@@ -111,15 +119,24 @@ class _RayFleet:
         except (BatonError, ConnectionError) as error:
             log.error("ray_failed", reason=str(error))
             for worker in self._workers:
-                self._controller.start_failed(worker.worker_id, str(error))
+                self._controller.start_failed(worker.worker_id, 0, str(error))
             return
         await asyncio.gather(*(self._start_one(pools, worker) for worker in self._workers))
 
     async def _start_one(self, pools: RayPools, worker: WorkerConfig) -> None:
+        epoch = self._controller.fleet.get(worker.worker_id).epoch  # a process that announces meanwhile has not failed
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, pools.start, worker)
         except BatonError as error:
-            self._controller.start_failed(worker.worker_id, error.message)
+            self._controller.start_failed(worker.worker_id, epoch, error.message)
+
+    async def revive(self) -> None:
+        """For ever: ask again for lost workers. Ray restarts killed ones itself, but gives up where a restart raised."""
+        while True:
+            await asyncio.sleep(_REVIVE_S)
+            if pools := self._pools:
+                lost = {m.worker_id for m in self._controller.fleet.members() if m.state == FAILED}
+                await asyncio.gather(*(self._start_one(pools, w) for w in self._workers if w.worker_id in lost))
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
