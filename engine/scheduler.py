@@ -184,7 +184,7 @@ class Scheduler:
         reserved = {block for s in self._in_state[SeqState.RESERVED] for block in s.blocks} - active
         assert self._pool.num_active == len(active), "active blocks without a sequence"
         assert self._pool.num_reserved == len(reserved), "reserved blocks without a reservation"
-        assert not any(s.blocks for s in self._waiting + self._queued), "a queued sequence owns blocks"
+        assert not any(s.blocks or s.num_computed for s in self._waiting + self._queued), "a queued sequence owns KV"
 
     def _enter(self, request: Request, now_s: float, state: SeqState, prefill_only: bool) -> Sequence:
         self._num_arrived += 1
@@ -269,9 +269,7 @@ class Scheduler:
         return num_decoding + len(self._in_state[SeqState.RESERVED])
 
     def _admit(self, sequence: Sequence, plan: Plan) -> None:
-        num_hits = self._take_blocks(sequence, Hold.ACTIVE)
-        sequence.num_published = num_hits
-        sequence.num_computed = num_hits * self._block_size
+        sequence.num_computed = self._take_blocks(sequence, Hold.ACTIVE) * self._block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_counted_tokens = sequence.num_computed
             self.totals.num_admitted += 1
@@ -281,7 +279,6 @@ class Scheduler:
 
     def _grant(self, sequence: Sequence, plan: Plan) -> None:
         num_leading = self._take_blocks(sequence, Hold.RESERVED)
-        sequence.num_published = num_leading
         self._move(sequence, SeqState.RESERVED)
         plan.reserved.append(Reservation(sequence.seq, tuple(sequence.blocks), num_leading))
 
@@ -290,6 +287,7 @@ class Scheduler:
         hits = self._cache.lookup(sequence)
         self._pool.acquire(hits, hold)
         sequence.blocks = hits + self._pool.allocate(self._num_blocks_for(sequence) - len(hits), hold)
+        sequence.num_published = len(hits)
         return len(hits)
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
@@ -329,7 +327,7 @@ class Scheduler:
         hold = Hold.RESERVED if sequence.state is SeqState.RESERVED else Hold.ACTIVE
         self._pool.release(sequence.blocks, hold)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = 0
 
     def _move(self, sequence: Sequence, state: SeqState) -> None:
         self._in_state[sequence.state].remove(sequence)

@@ -1,7 +1,8 @@
 """Drives one LocalEngine over a ScriptedRunner and keeps what comes out; after every step it checks what must always hold.
 
 After each step: has_work told the truth; integrity of pool, queues and cache; gauges that sum to the pool; indices without
-hole or repeat; no token after an end; and every free block poisoned, so that whoever still reads one is found out.
+hole or repeat; no token after an end; prefills that only advance, in the same blocks; and every free block poisoned, so
+that whoever still reads one is found out.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Rig:
             assert ended.seq not in self.ended, "ended twice"
             self.ended[ended.seq] = ended
         for chunk in result.chunks:
-            self.chunks.setdefault(chunk.seq, []).append(chunk)
+            earlier = self.chunks.setdefault(chunk.seq, [])
+            assert not earlier or chunk.block_ids == earlier[-1].block_ids, "a prefill's blocks moved"
+            assert not earlier or chunk.num_computed_tokens > earlier[-1].num_computed_tokens, "a prefill went back"
+            earlier.append(chunk)
         self.prefilled |= {prefilled.seq: prefilled for prefilled in result.prefilled}
         self.reserved |= {reservation.seq: reservation for reservation in result.reserved}
         assert not set(result.cache_added) & set(result.cache_removed)

@@ -13,12 +13,14 @@ from tests.engine.engine_rig import EOS, Rig, draw_tokens, expected, make_reques
 
 NUM_BLOCKS = 24
 MAX_LEN = NUM_BLOCKS * 16 + 1  # what such a pool can carry
-SHARED = draw_tokens(0, 200)  # prompts begin with a part of this, so that they meet in the cache
+SHARED = draw_tokens(
+    0, 200
+)  # prompts begin with a part of this and end in one of three ways, so that they meet in the cache
 
 requests = st.fixed_dictionaries(
     {
         "num_shared": st.sampled_from([0, 15, 16, 17, 48, 100, 160]),
-        "num_own": st.integers(1, 40),
+        "num_own": st.sampled_from([1, 2, 15, 16, 17, 31, 32, 40]),
         "max_tokens": st.integers(1, 60),
         "priority": st.integers(-1, 1),
         "num_output_tokens": st.sampled_from([0, 0, 1]),
@@ -54,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_shared, num_own = int(str(options.pop("num_shared"))), int(str(options.pop("num_own")))
         sent = int(str(options["num_output_tokens"]))
         options["max_tokens"] = int(str(options["max_tokens"])) + sent
-        request = make_request(seq, SHARED[:num_shared] + draw_tokens(seq, num_own + sent), **options)  # type: ignore[arg-type]
+        request = make_request(seq, SHARED[:num_shared] + draw_tokens(1 + seq % 3, num_own + sent), **options)  # type: ignore[arg-type]
         self.requests[seq], self.kinds[seq] = request, kind
         return request
 

@@ -123,9 +123,8 @@ def test_a_start_leaves_one_block_for_each_sequence_that_decodes() -> None:
     loop = Loop(num_blocks=4)
     loop.add(1, 16, max_tokens=50)
     loop.step()
-    loop.add(2, 48)
-    loop.step()
-    assert [seq for seq, _, _ in loop.shape] == [1]
+    loop.add(2, 32)  # as many blocks as are left
+    assert loop.step().admitted == []
     loop.scheduler.drop(2)
     loop.add(3, 16)
     assert loop.step().admitted == [3]
@@ -151,7 +150,21 @@ def test_the_last_arrival_of_the_lowest_priority_is_preempted_and_returns_first(
     assert loop.scheduler.totals.num_preemptions == 1
 
 
-def test_prefills_that_will_be_shipped_are_never_preempted() -> None:
+def test_a_running_prefill_that_will_be_shipped_is_not_preempted_though_it_came_last() -> None:
+    loop = Loop(num_blocks=10, chunk_tokens=2)
+    loop.add(1, 30)
+    loop.add(2, 30)
+    while loop.scheduler.waiting_tokens:
+        loop.step()
+    loop.add(3, 64, prefill_only=True)
+    preempted, last_chunk = [], 0
+    while last_chunk < 64:
+        preempted += loop.step().preempted
+        last_chunk = max(start + num_tokens for seq, start, num_tokens in loop.shape if seq == 3)
+    assert preempted == [2]
+
+
+def test_a_held_prefill_keeps_its_memory_until_it_is_dropped() -> None:
     loop = Loop(num_blocks=7, chunk_tokens=16)
     loop.add(1, 16, max_tokens=80)
     loop.step()
@@ -360,6 +373,21 @@ def test_adopted_blocks_are_found_by_the_next_prompt() -> None:
     rig.run()
     adopt_by_copy(rig, 1, request.token_ids, expected(request)[0][0])
     rig.run()
+    rig.engine.add(make_request(2, request.token_ids), 0.0)
+    rig.run()
+    assert rig.ended[2].stats.num_cached_tokens == 96
+
+
+def test_kv_that_arrived_stays_useful_when_its_call_is_dropped_before_it_runs() -> None:
+    request = make_request(1, 100)
+    rig = Rig()
+    rig.engine.reserve(request, 0.0)
+    rig.run()
+    adopt_by_copy(rig, 1, request.token_ids, expected(request)[0][0])
+    rig.engine.drop(1)
+    assert rig.is_idle()
+    rig.run()
+    assert len(rig.cached_hashes) == 6  # routers are told without waiting for another call
     rig.engine.add(make_request(2, request.token_ids), 0.0)
     rig.run()
     assert rig.ended[2].stats.num_cached_tokens == 96
