@@ -25,6 +25,7 @@ from baton.wire import error_from_pb, request_to_pb
 from engine.scripted_runner import answer
 from tests.handoff.handoff_rig import EOS, Cluster, EndedOut, RefusedOut, RigWorker, SessionOut, TokenOut
 
+LATE_S = 1.0  # DESIGN section 5: whatever is told to end has ended within 1 s; a deadline is no less
 REFUSED = "REFUSED"
 FINISHED = "FINISHED"
 HANDED_OFF = "HANDED_OFF"
@@ -260,6 +261,8 @@ class RigRouter:
             wrong.append(f"is finished with {len(call.tokens)} of {len(call.expected)} tokens")
         if call.prefill is not None and call.prefill.outcome == FINISHED and call.decode.outcome:
             wrong.append("finished on prefill, and decode speaks of it")
+        if call.over_s > call.deadline_s + LATE_S and not self.cluster.had_stops:
+            wrong.append(f"ended {call.over_s - call.deadline_s:.2f} s after its deadline")
         return [f"call {call.seq:#x} {what}" for what in wrong]
 
 
@@ -303,6 +306,10 @@ class Rig:
     def replace_router(self) -> None:
         """The router's process dies and another one takes its place."""
         self.router.die()
+        self.add_router()
+
+    def add_router(self) -> None:
+        """One more router, which is `router` from now on."""
         self.router = RigRouter(self.cluster, self.router.epoch + 1)
         self.routers.append(self.router)
 

@@ -315,13 +315,20 @@ class RigWorker:
         # What the rig remembers to look for violations, and for tests that ask about order.
         self.in_step = False
         self.has_slow_engine = False  # set by a test: a step begins only when everybody else has nothing to do
-        self.is_stopped = False  # set by a test: no thread runs, as after SIGSTOP
+        self.is_stopped = False  # see stop()
         self.committed: list[Committed] = []
         self.poisoned: set[int] = set()
         self.fail_seqs: set[int] = set()  # the model raises for these
         self._kv_busy = True
         self._next_tick_s = self._next_ping_s = self._next_kv_timer_s = self.now_s()
         self._poison_free_blocks()
+
+    def stop(self) -> None:
+        """No thread runs until `resume`, as after SIGSTOP."""
+        self.is_stopped = self.cluster.had_stops = True
+
+    def resume(self) -> None:
+        self.is_stopped = False
 
     def violation(self, what: str) -> None:
         self.cluster.violations.append(f"{self.worker_id}: {what}")
@@ -531,6 +538,9 @@ class Cluster:
         self.routers: set[int] = set()
         self.script: dict[int, Sequence[int]] = {}
         self.violations: list[str] = []
+        self.had_stops = (
+            False  # whether a worker ever was stopped: then deadlines are not kept, only the router's own are
+        )
         self.extra_turns: Callable[[], list[Callable[[], None]]] = list  # the router's and the adversary's
         self.on_wire: Callable[[RigWorker, str, kv_pb2.LinkMessage], None] = lambda worker, peer, message: None
         self.workers: dict[str, RigWorker] = {}

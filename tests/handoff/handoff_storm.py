@@ -23,7 +23,7 @@ from tests.handoff.handoff_rig import EOS, Cluster, RigConfig
 from worker.links import State
 
 CALM_S = 0.5  # long enough for links to be ready
-TROUBLES = ("cancel", "cut", "restart", "model", "router", "time")
+TROUBLES = ("cancel", "cut", "restart", "model", "router", "time", "stop", "slow")
 MAX_PROMPT = 60  # tokens: 15 blocks, 4 chunks
 
 
@@ -56,6 +56,7 @@ def random_faults(rng: random.Random) -> Faults:
         corrupt=sometimes(0.2),
         duplicate=sometimes(0.3),
         reorder=sometimes(0.5),
+        credit_loss=sometimes(0.02),
     )
 
 
@@ -104,7 +105,7 @@ class Scenario:
         self.cluster.network.faults = random_faults(self.rng)
         self._troubles = ("nothing", "nothing", *self.rng.sample(TROUBLES, self.rng.randint(0, 3)))
         for _ in range(self.rng.randint(3, 8)):
-            self.call(ttl_s=self.rng.choice((0.05, 1.0, 60.0, 60.0, 60.0)))
+            self.call(ttl_s=self.rng.choice((0.05, 1.0, 60.0, 60.0, 60.0, 60.0, 60.0, 60.0)))
             for _ in range(self.rng.randint(0, 3)):
                 self.cluster.run_turns(self.rng.randrange(30))
                 self.trouble()
@@ -143,7 +144,11 @@ class Scenario:
 
     def calm_down(self) -> None:
         """Faults end; everything ends; plain calls work between every pair."""
-        self.cluster.network.faults = replace(self.cluster.network.faults, loss=0, corrupt=0, duplicate=0, reorder=0)
+        self.cluster.network.faults = replace(
+            self.cluster.network.faults, loss=0, corrupt=0, duplicate=0, reorder=0, credit_loss=0
+        )
+        for worker in self.cluster.workers.values():
+            worker.resume()
         self.rig.drain()
         self.plain_calls()
 
@@ -184,5 +189,9 @@ class Scenario:
                 worker.fail_seqs.add(rng.choice(router.calls).seq)
             case "router":
                 self.rig.replace_router()
+            case "stop":  # a paused process: what it missed comes all at once when it goes on
+                worker.resume() if worker.is_stopped else worker.stop()
+            case "slow":
+                worker.has_slow_engine = not worker.has_slow_engine
             case "time":
                 cluster.run_for(rng.random())

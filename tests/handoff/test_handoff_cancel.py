@@ -102,11 +102,11 @@ def test_decode_takes_its_blocks_back_when_it_never_hears_of_the_prefill_again(p
             rig.cluster.restart("prefill-0")
             rig.router.on_worker_lost(prefill)
         else:
-            prefill.is_stopped = True  # alive, and silent
+            prefill.stop()  # alive, and silent
         silent_s = rig.cluster.clock.now_s
         assert rig.cluster.run_until(lambda d=decode: not d.check_quiet(), limit_s=SILENT_S), f"seed {seed}"  # type: ignore[misc]
         assert prefill_dies or rig.cluster.clock.now_s - silent_s > 1.0  # not before late frames could have come
-        prefill.is_stopped = False
+        prefill.resume()
         rig.drain()
         assert not call.is_finished
 

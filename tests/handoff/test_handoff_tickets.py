@@ -164,10 +164,10 @@ def test_an_expired_ticket_fails_the_call_on_both_sides() -> None:
     forger.prefill.has_slow_engine = True
     call = forger.rig.router.submit(changed_prompt(forger.rig.rng, forger.prompt), 5)
     forger.cluster.run_until(lambda: bool(forger.prefill.core.load().num_outgoing), limit_s=5.0)
-    forger.prefill.is_stopped = True
+    forger.prefill.stop()
     forger.cluster.run_for(RigConfig().lease_s + 1.0)
     assert not forger.decode.check_quiet()
-    forger.prefill.is_stopped = False
+    forger.prefill.resume()
     forger.rig.drain()
     assert call.outcome == FAILED
     assert forger.cluster.run_until(lambda: pair_is_ready(forger.prefill), limit_s=30.0)
