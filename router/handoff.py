@@ -5,7 +5,7 @@
     3 first     token 0 comes from prefill and goes to the client at once
     4 rest      tokens 1.. come from decode; merged by index, duplicates dropped
     5 end       a token carries the finish reason; the last `Ended` brings the counts
-A lost worker, a refusal or a failure before any token reached the client starts again at 1 once, elsewhere where possible;
+A lost worker, a refusal or a failure before any token reached the client starts again at 1, elsewhere where possible;
 after a token it ends the call (with `num_output_tokens` in Submit, continuing it elsewhere is an ordinary submit).
 
 Invariants: however the block is left (finish, stop string, error, deadline, cancelled task), every worker that may still
@@ -43,7 +43,10 @@ log = get_log("router.handoff")
 
 HOLE_S = 1.0  # DESIGN section 5
 STATS_S = 1.0  # the cancel path's bound (DESIGN section 5): after it the counts are taken as they are
-MAX_RETRIES = 1  # before the first token
+# Before the first token. A link to a worker that has just restarted takes up to 1 s to be proved (worker/links.py); more
+# tries than this would let a request that kills workers go through the fleet.
+MAX_RETRIES = 4
+FIRST_BACKOFF_S = 0.1  # doubled each time: the tries span 1.5 s
 
 
 class TokenSink(Protocol):
@@ -119,9 +122,10 @@ async def serve_sequence(
         except Unavailable as error:
             if report.num_tokens or report.num_retries == MAX_RETRIES:
                 raise
-            report.num_retries += 1
-            avoid |= {attempt.blamed}
             log.warning("sequence_retried", request_id=request.request_id, worker=attempt.blamed, reason=error.message)
+            avoid |= {attempt.blamed}
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2**report.num_retries, max(0.0, until_s - time.monotonic())))
+            report.num_retries += 1
 
 
 class _Attempt:
