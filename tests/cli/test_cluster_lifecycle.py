@@ -140,9 +140,19 @@ def test_a_killed_worker_comes_back_and_a_stuck_ray_still_stops_with_nothing_lef
     assert (cluster.run_folder / "slo.sqlite").exists()
 
 
-def test_a_killed_baton_up_takes_its_processes_along(up: Callable[..., Up]) -> None:
-    cluster = up()
+def test_a_worker_that_ray_gave_up_is_revived_and_a_killed_baton_up_takes_all_along(
+    up: Callable[..., Up], tmp_path: Path
+) -> None:
+    obstacle = tmp_path / "obstacle"
+    cluster = up(STAND_IN_FAILS_WHILE_EXISTS=str(obstacle))
     cluster.until_ready()
+    obstacle.touch()
+    os.kill(int(str(cluster.worker()["pid"])), signal.SIGKILL)
+    until(lambda: "no such model" in (cluster.run_folder / "logs" / "controller.log").read_text())
+    assert cluster.worker()["state"] == "failed"
+    obstacle.unlink()
+    until(lambda: cluster.worker()["state"] == "ready")
+
     assert cluster.living()
     assert cluster.end(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: cluster.living() == [])
@@ -152,7 +162,7 @@ def test_a_killed_baton_up_takes_its_processes_along(up: Callable[..., Up]) -> N
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"STAND_IN_FAILS": "1"}, ["both-0", "model.path = 'x': no such model"]),
+        ({"STAND_IN_FAILS_WHILE_EXISTS": "/"}, ["both-0", "model.path = 'x': no such model"]),
         ({"BATON__CONTROLLER__WORKER_NUM_CPUS": "900"}, ["Ray cannot place", "900 CPU", "lower --prefill/--decode"]),
     ],
 )

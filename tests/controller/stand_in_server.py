@@ -22,7 +22,7 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
     fingerprint = "stand-in"
 
     def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
-        if os.environ.get("STAND_IN_FAILS"):
+        if os.path.exists(os.environ.get("STAND_IN_FAILS_WHILE_EXISTS", "")):
             raise ConfigError("model.path = 'x': no such model", field="model.path")
         self.epoch = new_epoch()
         self.busy = config.model.path == "busy"  # refuses to change its role
