@@ -142,16 +142,15 @@ class KVPlane:
         spins = 0
         while not self._stopping.is_set():
             try:
-                busy = self._turn()
+                spins = 0 if self._turn() else spins + 1
+                if spins >= SPINS:
+                    self._transport.wait(IDLE_WAIT_S)
+                    spins = 0
             except Exception:  # noqa: BLE001  a defect must not leave peers and roles waiting: end every transfer, say so, go on
                 _log.exception("the KV thread failed; every pair is lost")
                 self._core.lose_all("internal error of the KV plane")
                 self._core.deliver_events()
-                busy = False
-            spins = 0 if busy else spins + 1
-            if spins >= SPINS:
-                self._transport.wait(IDLE_WAIT_S)
-                spins = 0
+                self._stopping.wait(IDLE_WAIT_S)  # a defect that lasts must not fill the log
         self._shut_down()
 
     def _turn(self) -> bool:

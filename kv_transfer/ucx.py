@@ -9,7 +9,9 @@ Order of calls, and why (measured with ucxx 0.52 / UCX 1.21, DESIGN section 6):
 
 Tags: pair nonce (folded to 48 bits) | direction (1) | credit or frame (1) | slot (14). Each tag has at most one message under
 way, and its receive is posted before the message may be sent. The last credit slot carries the goodbye of a peer that closes
-while it lives: shared memory reports only death.
+while it lives: shared memory reports only death. What a peer had under way when its pair closed lands in UCX's unexpected queue
+and is swept from there for a while; all but announcements of large messages, whose data was never sent: some 200 bytes each, at
+most one per slot of a closed pair.
 
 Everything runs on the KV thread but `wake`. An address is UCX's, behind a magic word, a crc32c (UCX aborts the process on an
 address that it cannot parse) and the identity of the process (liveness.py).
@@ -52,8 +54,13 @@ RDMA_PREFIXES = (
     "srd",
 )  # UCX's names of verbs transports: rc_verbs, rc_mlx5, dc_mlx5, ud_verbs, ...
 _SHM_NAMES = ("all", "shm", "sm", "mm", "posix", "sysv")
-_OK, _TRUNCATED = 0, -10  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
+_OK, _TRUNCATED = 0, -9  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
 LIVENESS_PERIOD_S = 0.5  # how often peers on this machine are looked at; half of UCX's keepalive
+SWEEP_S = 10.0  # how long a closed pair's tags are swept; its peer is told, or dead, long before
+MAX_SWEPT_BYTES = 8192  # above it UCX announces a message instead of sending it (UCX_RNDV_THRESH, set by `import ucxx`)
+MAX_MOVES = (
+    64  # progress calls that moved something before the pairs are looked at: shared memory moves 8 KiB at a time
+)
 _ADDRESS_MAGIC = b"BUC1"
 _ADDRESS_HEAD = struct.Struct("<4sIIQ")  # magic, crc32c of what follows, pid, start time of the process
 _ADDRESS_UNCHECKED_BYTES = 8  # magic and crc
@@ -78,7 +85,10 @@ class UcxTransport:
         self.address = _pack_address(self._worker.address.tobytes(), own_identity())
         self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
-        self._next_liveness_s = 0.0
+        self._retired: list[tuple[float, list[Any]]] = []  # tags of closed pairs, and until when they are swept
+        self._swept: list[tuple[Any, Array[Any]]] = []  # requests and the bytes they write
+        self._now_s = 0.0
+        self._next_look_s = 0.0
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._event_lock = threading.Lock()  # wake() may come while close() gives the fd back
         self._closed = False
@@ -101,15 +111,20 @@ class UcxTransport:
         return channel
 
     def progress(self, now_s: float) -> bool:
-        if now_s >= self._next_liveness_s:
-            self._next_liveness_s = now_s + LIVENESS_PERIOD_S
+        self._now_s = now_s
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LIVENESS_PERIOD_S
             for channel in self._open:
                 channel.check_peer()
+            self._sweep(now_s)
         if self._closing:
             self._worker.progress()
             self._closing = [channel for channel in self._closing if not channel.release()]
             return True
-        return bool(self._worker.progress_once())
+        for num_moves in range(MAX_MOVES):
+            if not self._worker.progress_once():
+                return num_moves > 0
+        return True
 
     def wait(self, timeout_s: float) -> None:
         self._worker.progress()  # delivers the cancellations that follow a peer's death
@@ -143,7 +158,19 @@ class UcxTransport:
         """Progress a closed channel until no peer can write to it."""
         self._open.remove(channel)
         self._closing.append(channel)
+        self._retired.append((self._now_s + SWEEP_S, channel.incoming_tags()))
         self._worker.progress()
+
+    def _sweep(self, now_s: float) -> None:
+        """Take messages to closed pairs out of the unexpected queue."""
+        self._retired = [(until_s, tags) for until_s, tags in self._retired if now_s < until_s]
+        self._swept = [(request, data) for request, data in self._swept if not request.completed]
+        for tag in (tag for _, tags in self._retired for tag in tags):
+            probe = self._worker.tag_probe(tag)
+            if probe.matched and probe.length <= MAX_SWEPT_BYTES:
+                data = Array(bytearray(max(1, probe.length)))
+                message = self._worker.tag_probe(tag, remove=True)
+                self._swept.append((self._worker.tag_recv_with_handle(data, message), data))
 
 
 class UcxChannel:
@@ -258,6 +285,12 @@ class UcxChannel:
         self._ring.clear()
         self._goodbye_receive = self._endpoint = self._memory = None
         return True
+
+    def incoming_tags(self) -> list[Any]:
+        """Tags of all that the peer may send."""
+        frames = [self._tag(1 - self._outgoing, False, slot) for slot in range(self.num_slots)]
+        credits = [self._tag(self._outgoing, True, slot) for slot in range(self.num_slots)]
+        return [*frames, *credits, self._tag(1 - self._outgoing, True, _GOODBYE_SLOT)]
 
     def _tag(self, direction: int, is_credit: bool, slot: int) -> Any:
         return libucxx.UCXXTag(self._base | direction << 15 | is_credit << 14 | slot)

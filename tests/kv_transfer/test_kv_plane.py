@@ -90,3 +90,27 @@ def test_stop_ends_the_thread_and_is_idempotent(ends: Ends) -> None:
 def test_an_unknown_transport_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="known: ucx, loopback"):
         KVPlane(ByteStore(), KVTransferConfig(transport="carrier"), 1, print)
+
+
+def test_a_defect_on_the_kv_thread_ends_every_transfer_and_the_plane_goes_on(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends.connect()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ends.store_b, "scatter", fail)
+        ends.b.open_incoming("a", 1, 1, [0], 0, ttl_s=PATIENCE_S)
+        ends.a.open_outgoing("b", 1, 0xB, 1, 0, 1, lease_s=PATIENCE_S)
+        ends.a.ship(1, [0], 1, last=True)
+        reason = "internal error of the KV plane"
+        assert ends.events_b.get(timeout=PATIENCE_S) == IncomingClosed(1, f"peer lost: {reason}")
+        assert ends.events_b.get(timeout=PATIENCE_S) == PairLost("a", 7, reason)
+        assert isinstance(ends.events_a.get(timeout=PATIENCE_S), Shipped)
+        assert ends.events_a.get(timeout=PATIENCE_S) == OutgoingClosed(1, "peer lost: the peer closed the pair")
+        assert isinstance(ends.events_a.get(timeout=PATIENCE_S), PairLost)
+    assert "a defect" in caplog.text
+    ends.connect(nonce=8)
+    ends.transfer(2, num_blocks=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kv_fakes import LAYOUT, ByteStore, frame_bytes_for
@@ -70,7 +71,7 @@ def frame(index: int, block_start: int, num_blocks: int = 1) -> tuple[FrameHeade
     ],
     ids=str,
 )
-def test_a_frame_that_is_wrong_in_one_field_writes_nothing_and_gives_its_lane_back(change: dict[str, int]) -> None:
+def test_a_frame_that_is_wrong_in_one_field_writes_nothing_and_gives_its_lane_back(change: dict[str, Any]) -> None:
     bench = Bench()
     header, payload = frame(0, 1)
     assert bench.feed(replace(header, **change), payload) == Credit(0, 1, accepted=False)
@@ -200,7 +201,8 @@ def test_a_probe_counts_only_for_this_epoch_and_whole() -> None:
     bench = Bench()
     payload = b"12345678"
     header = FrameHeader(Kind.PROBE, EPOCH, 0, 0, 0, 0, 0, 0, 0, 8, 0, crc32c(memoryview(bytearray(payload))))
-    for wrong in ({"epoch": EPOCH - 1}, {"payload_crc": 1}):
+    wrongs: list[dict[str, Any]] = [{"epoch": EPOCH - 1}, {"payload_crc": 1}]
+    for wrong in wrongs:
         bench.feed(replace(header, **wrong), payload)
         assert not bench.receiver.probed
     bench.feed(header, payload)

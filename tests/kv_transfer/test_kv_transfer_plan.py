@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from kv_transfer.frame import HEADER_BYTES
-from kv_transfer.transfer_plan import check_frame_bytes, plan_frames
+from kv_transfer.transfer_plan import FramePlan, check_frame_bytes, plan_frames
 
 LAYOUTS = st.builds(
     KVLayout,
@@ -29,7 +29,7 @@ def test_each_byte_is_in_exactly_one_frame_over_any_cut_into_chunks(
 ) -> None:
     frame_bytes = HEADER_BYTES + layout.layer_block_bytes + room_bytes
     covered: Counter[tuple[int, int]] = Counter()
-    frames = []
+    frames: list[FramePlan] = []
     start = first_block
     for num_blocks in chunks:
         frames += plan_frames(layout, frame_bytes, start, start + num_blocks, len(frames))

@@ -120,7 +120,7 @@ def transfer(a: Peer, b: Peer, seq: int, blocks: list[int]) -> int:
     a.call("close_outgoing", seq)
     assert a.expect("OutgoingClosed") == [seq, ""]
     assert b.ask("blocks", blocks) == a.ask("blocks", blocks)
-    return nbytes
+    return int(nbytes)
 
 
 def loopback_bytes() -> int:

@@ -1,0 +1,122 @@
+"""Two UCX transports in one process, driven by hand: what happens between and after the frames."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from baton.config import KVTransferConfig
+from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
+from kv_transfer.ucx import LIVENESS_PERIOD_S, SWEEP_S, UcxChannel, UcxTransport
+
+PATIENCE_S = 30.0
+FRAME_BYTES, NUM_SLOTS = 4096, 3
+
+
+@dataclass
+class Ends:
+    transport_a: UcxTransport
+    transport_b: UcxTransport
+    a: UcxChannel
+    b: UcxChannel
+    now_s: float = 1000.0
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, "it never came"
+            self.transport_a.progress(self.now_s)
+            self.transport_b.progress(self.now_s)
+
+    def events(self, channel: UcxChannel, count: int) -> list[ChannelEvent]:
+        got: list[ChannelEvent] = []
+
+        def enough() -> bool:
+            got.extend(channel.poll())
+            return len(got) >= count
+
+        self.run_until(enough)
+        return got
+
+
+@pytest.fixture(params=["tcp", "posix"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    config = KVTransferConfig(ucx_tls=request.param)
+    transport_a, transport_b = UcxTransport(config), UcxTransport(config)
+    a = transport_a.open_channel(transport_b.address, 7, 0, FRAME_BYTES, NUM_SLOTS)
+    b = transport_b.open_channel(transport_a.address, 7, 1, FRAME_BYTES, NUM_SLOTS)
+    yield Ends(transport_a, transport_b, a, b)
+    for transport in (transport_a, transport_b):
+        for channel in list(transport._open):
+            channel.close()
+        while transport._closing:
+            transport.progress(0.0)
+        transport.close()
+
+
+def test_a_frame_and_its_credit_cross_on_the_lane_they_were_sent_on(ends: Ends) -> None:
+    ends.b.post_frame(2)
+    ends.a.post_credit(2)
+    ends.a.send_slot(2)[:5] = b"hello"
+    ends.a.send_frame(2, 5)
+    assert ends.events(ends.b, 1) == [FrameArrived(2)]
+    assert bytes(ends.b.ring_slot(2)[:5]) == b"hello"
+    ends.b.send_credit(Credit(2, 1, accepted=False))
+    assert set(ends.events(ends.a, 2)) == {SendDone(2), Credit(2, 1, accepted=False)}
+
+
+def test_a_frame_larger_than_its_slot_arrives_as_something_to_judge(ends: Ends) -> None:
+    small = ends.transport_b.open_channel(ends.transport_a.address, 9, 1, 64, NUM_SLOTS)
+    large = ends.transport_a.open_channel(ends.transport_b.address, 9, 0, FRAME_BYTES, NUM_SLOTS)
+    small.post_frame(0)
+    large.send_frame(0, FRAME_BYTES)
+    assert ends.events(small, 1) == [FrameArrived(0)]
+
+
+def test_close_cancels_posted_receives_and_frees_the_slots(ends: Ends) -> None:
+    for slot in range(NUM_SLOTS):
+        ends.b.post_frame(slot)
+        ends.b.post_credit(slot)
+    assert ends.b.num_quarantined == 0
+    ends.b.close()
+    ends.run_until(lambda: not ends.transport_b._closing)
+    assert ends.b.num_quarantined == 0
+
+
+def test_a_peer_that_closes_says_so(ends: Ends) -> None:
+    ends.b.send_credit(Credit(0, 0, accepted=True))  # so that both ends are wired up
+    ends.a.post_credit(0)
+    assert ends.events(ends.a, 1) == [Credit(0, 0, accepted=True)]
+    ends.b.close()
+    assert ends.events(ends.a, 1) == [ChannelLost("the peer closed the pair")]
+
+
+def test_messages_to_a_closed_pair_do_not_stay_in_the_unexpected_queue(ends: Ends) -> None:
+    ends.b.send_credit(Credit(0, 0, accepted=True))
+    ends.a.post_credit(0)
+    ends.events(ends.a, 1)
+    tags = ends.b.incoming_tags()
+    for slot in range(NUM_SLOTS):
+        ends.a.send_frame(slot, FRAME_BYTES)
+        ends.a.send_credit(Credit(slot, 0, accepted=True))
+    ends.run_until(
+        lambda: sum(isinstance(event, SendDone) for event in ends.a.poll()) == NUM_SLOTS or not ends.a._sends
+    )
+    worker = ends.transport_b._worker
+    ends.run_until(lambda: sum(worker.tag_probe(tag).matched for tag in tags) == 2 * NUM_SLOTS)
+    ends.b.close()
+    ends.now_s += LIVENESS_PERIOD_S
+    ends.run_until(lambda: not any(worker.tag_probe(tag).matched for tag in tags))
+    ends.now_s += SWEEP_S + LIVENESS_PERIOD_S
+    ends.run_until(lambda: not ends.transport_b._retired and not ends.transport_b._swept)
+
+
+def test_a_wake_before_the_wait_ends_it_at_once(ends: Ends) -> None:
+    for _ in range(3):  # the first waits may find UCX itself busy
+        ends.transport_a.wake()
+        started_s = time.monotonic()
+        ends.transport_a.wait(PATIENCE_S)
+        assert time.monotonic() - started_s < PATIENCE_S / 2
