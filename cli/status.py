@@ -12,7 +12,7 @@ from cli.terminal import output, table
 if TYPE_CHECKING:
     from cli.parsers import Commands
 
-_VERDICTS = ("met", "ttft", "tpot", "itl", "e2e", "failed")
+_MISSES = ("ttft", "tpot", "itl", "e2e", "failed")  # baton.slo.Verdict but for "met"
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,42 +45,25 @@ def _record_json(cluster: RunningCluster) -> dict[str, object]:
     }
 
 
-# The three functions below read JSON of our own endpoint, of the same version as this command.
+# The functions below read JSON of our own endpoint, of the same version as this command.
 
 
 def _show_workers(answer: dict[str, Any]) -> None:
     rows = [_worker_row(worker, worker["load"]) for worker in answer["workers"]]
-    columns = [
-        "worker",
-        "role",
-        "state",
-        "pid",
-        "restarts",
-        "epoch",
-        "running",
-        "waiting",
-        "active",
-        "reserved",
-        "cached",
-    ]
-    table("Workers", [*columns, "free blocks", "steps"], rows)
+    blocks = "blocks: active + reserved / cached / free"
+    table("Workers", ["worker", "role", "state", "pid", "restarts", "epoch", "running", "waiting", blocks], rows)
     for worker in answer["workers"]:
         if worker["reason"]:
             output.print(f"{worker['worker_id']}: {worker['reason']}", markup=False, soft_wrap=True)
 
 
 def _worker_row(worker: dict[str, Any], load: dict[str, Any] | None) -> list[str]:
-    row = [worker[key] for key in ("worker_id", "role", "state", "pid", "num_restarts", "epoch")]
-    gauges = (
-        "num_running",
-        "num_waiting",
-        "active_blocks",
-        "reserved_blocks",
-        "cached_blocks",
-        "free_blocks",
-        "num_steps",
-    )
-    return [str(cell) for cell in row] + [str(load[key]) if load else "-" for key in gauges]
+    row = [str(worker[key]) for key in ("worker_id", "role", "state", "pid", "num_restarts")]
+    row.append(worker["epoch"][:8])  # enough to see that it changed; --json has it whole
+    if load is None:
+        return [*row, "-", "-", "-"]
+    active, reserved, cached, free = (load[f"{kind}_blocks"] for kind in ("active", "reserved", "cached", "free"))
+    return [*row, str(load["num_running"]), str(load["num_waiting"]), f"{active} + {reserved} / {cached} / {free}"]
 
 
 def _show_links(answer: dict[str, Any]) -> None:
@@ -98,8 +81,10 @@ def _show_slo(answer: dict[str, Any]) -> None:
     for name, targets in answer["classes"].items():
         verdicts = answer["verdicts"].get(name, {})
         share = verdicts.get("attainment")
-        shown = [f"{targets['ttft_ms']:g}", f"{targets['tpot_ms']:g}", f"{targets['percentile']:.0%}"]
-        counts = [str(verdicts.get(verdict, 0)) for verdict in _VERDICTS]
-        rows.append([name, *shown, "-" if share is None else f"{share:.1%}", *counts])
-    columns = ["class", "TTFT ms", "TPOT ms", "goal", "met %", *_VERDICTS]
+        met = "-" if share is None else f"{share:.1%} of {sum(verdicts[kind] for kind in ('met', *_MISSES))}"
+        missed = ", ".join(f"{kind} {verdicts[kind]}" for kind in _MISSES if verdicts.get(kind))
+        rows.append(
+            [name, f"{targets['ttft_ms']:g}", f"{targets['tpot_ms']:g}", f"{targets['percentile']:.0%}", met, missed]
+        )
+    columns = ["class", "TTFT ms", "TPOT ms", "goal", "met", "missed by"]
     table(f"SLO classes, version {answer['version']}", columns, rows)

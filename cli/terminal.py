@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 console = Console(stderr=True, highlight=False)
-output = Console(highlight=False)
+output = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a pipe has no width to wrap at
 
 
 class Step:
@@ -67,7 +68,7 @@ def fail(line: str) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout."""
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:

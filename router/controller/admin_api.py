@@ -251,7 +251,8 @@ def _class(revision: Revision, name: str) -> SLO:
 
 
 def _with(revision: Revision, targets: SLO) -> list[SLO]:
-    return [*(slo for slo in revision.classes if slo.name != targets.name), targets]
+    """The set with one class replaced, in its place, or added."""
+    return list({**{slo.name: slo for slo in revision.classes}, targets.name: targets}.values())
 
 
 def _patched(name: str, known: SLO | None, patch: SLOClassPatch) -> SLO:
