@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         except Interrupted:
             status = 130  # 128 + SIGINT
         except (ClusterFailed, BatonError) as error:
-            explain(error)
+            explain(error, cluster)
             status = 1
         return report_left(cluster.stop(remove_folder=status == 0)) or status
 

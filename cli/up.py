@@ -46,16 +46,16 @@ def _serve(cluster: Cluster) -> bool:
     except Interrupted:
         say("interrupted while starting")
     except (ClusterFailed, BatonError) as error:
-        explain(error)
+        explain(error, cluster)
         return False
     return True
 
 
-def explain(error: ClusterFailed | BatonError) -> None:
-    """Print what failed and, where it helps, what the process said last."""
+def explain(error: ClusterFailed | BatonError, cluster: Cluster) -> None:
+    """Print what failed and, where it helps, what the process said last and where the rest of it is."""
     fail(str(error))
-    if isinstance(error, ClusterFailed) and error.log:
-        say(error.log)
+    if isinstance(error, ClusterFailed):
+        say(f"{error.log}\nLogs: {cluster.folder.logs}".lstrip())
 
 
 def report_left(left: list[str]) -> int:
