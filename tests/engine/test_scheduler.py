@@ -294,6 +294,22 @@ def test_no_reservation_takes_memory_that_a_preempted_sequence_waits_for() -> No
     assert list(rig.reserved) == [3, 4]
 
 
+def test_a_preempted_sequence_without_a_seat_keeps_reservations_out_of_its_memory_too() -> None:
+    loop = Loop(num_blocks=16, max_num_seqs=2)
+    for seq, num_tokens in ((1, 30), (2, 30), (3, 90)):
+        loop.scheduler.reserve(make_request(seq, num_tokens, 200), 0.0)
+    assert [reservation.seq for reservation in loop.step().reserved] == [1, 2, 3]
+    for seq in (1, 2, 3):
+        loop.scheduler.adopt(seq, 0)
+    while not (plan := loop.step()).preempted:
+        pass
+    assert plan.preempted == [3]
+    loop.scheduler.reserve(make_request(4, 8), 0.0)
+    assert loop.step().reserved == []
+    loop.scheduler.drop(3)
+    assert [reservation.seq for reservation in loop.step().reserved] == [4]
+
+
 def test_a_reservation_of_a_higher_priority_does_not_wait_for_preempted_lower_ones() -> None:
     rig = Rig(num_blocks=12)
     for seq in (1, 2):
