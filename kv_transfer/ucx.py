@@ -3,7 +3,7 @@
 Order of calls, and why (measured with ucxx 0.52 / UCX 1.21, DESIGN section 6):
 - receives are posted on the endpoint: those on the worker are never cancelled when a peer dies;
 - endpoints have error handling, and POSIX/SYSV_ERROR_HANDLING is on, else UCX drops shared memory without a word;
-- `progress_once` moves bytes but delivers no cancellation: while anything is closing, `progress` is called instead;
+- `progress_once` moves bytes but delivers no cancellation: while a channel is closing, `progress` is called instead;
 - a receive that was cancelled or abandoned in Python is still written to by UCX: slots of a closed channel are kept, and counted
   as quarantined, until each of its receives has completed.
 
@@ -58,9 +58,8 @@ _OK, _TRUNCATED = 0, -9  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.
 LIVENESS_PERIOD_S = 0.5  # how often peers on this machine are looked at; half of UCX's keepalive
 SWEEP_S = 10.0  # how long a closed pair's tags are swept; its peer is told, or dead, long before
 MAX_SWEPT_BYTES = 8192  # above it UCX announces a message instead of sending it (UCX_RNDV_THRESH, set by `import ucxx`)
-MAX_MOVES = (
-    64  # progress calls that moved something before the pairs are looked at: shared memory moves 8 KiB at a time
-)
+MAX_MOVES = 64  # progress calls that moved something in one turn: shared memory moves 8 KiB in each
+CLOSING_S = 1.0  # how long a close is pressed for; requests that outlive it are looked at every LIVENESS_PERIOD_S
 _ADDRESS_MAGIC = b"BUC1"
 _ADDRESS_HEAD = struct.Struct("<4sIIQ")  # magic, crc32c of what follows, pid, start time of the process
 _ADDRESS_UNCHECKED_BYTES = 8  # magic and crc
@@ -85,6 +84,7 @@ class UcxTransport:
         self.address = _pack_address(self._worker.address.tobytes(), own_identity())
         self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
+        self._closing_until_s = 0.0
         self._retired: list[tuple[float, list[Any]]] = []  # tags of closed pairs, and until when they are swept
         self._swept: list[tuple[Any, Array[Any]]] = []  # requests and the bytes they write
         self._now_s = 0.0
@@ -112,12 +112,13 @@ class UcxTransport:
 
     def progress(self, now_s: float) -> bool:
         self._now_s = now_s
-        if now_s >= self._next_look_s:
+        look = now_s >= self._next_look_s
+        if look:
             self._next_look_s = now_s + LIVENESS_PERIOD_S
             for channel in self._open:
                 channel.check_peer()
             self._sweep(now_s)
-        if self._closing:
+        if self._closing and (look or now_s < self._closing_until_s):
             self._worker.progress()
             self._closing = [channel for channel in self._closing if not channel.release()]
             return True
@@ -158,6 +159,7 @@ class UcxTransport:
         """Progress a closed channel until no peer can write to it."""
         self._open.remove(channel)
         self._closing.append(channel)
+        self._closing_until_s = self._now_s + CLOSING_S
         self._retired.append((self._now_s + SWEEP_S, channel.incoming_tags()))
         self._worker.progress()
 
