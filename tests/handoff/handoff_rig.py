@@ -315,6 +315,7 @@ class RigWorker:
         # What the rig remembers to look for violations, and for tests that ask about order.
         self.in_step = False
         self.has_slow_engine = False  # set by a test: a step begins only when everybody else has nothing to do
+        self.has_slow_kv = False  # the same of the KV thread
         self.is_stopped = False  # see stop()
         self.committed: list[Committed] = []
         self.poisoned: set[int] = set()
@@ -355,12 +356,7 @@ class RigWorker:
             return ready
         if not self.has_slow_engine and self.wants_engine:
             ready.append(self.engine_turn)
-        if (
-            self._kv_busy
-            or self.kv.inbox
-            or now_s >= self._next_kv_timer_s
-            or self.cluster.network.has_mail(self.address, now_s)
-        ):
+        if not self.has_slow_kv and self.wants_kv:
             ready.append(self.kv_turn)
         if self.results:
             ready.append(self.result_turn)
@@ -377,6 +373,13 @@ class RigWorker:
     @property
     def wants_engine(self) -> bool:
         return not self.in_step and not self.is_stopped and bool(self.engine_inbox or self.local_engine.has_work())
+
+    @property
+    def wants_kv(self) -> bool:
+        now_s = self.now_s()
+        has_mail = self.cluster.network.has_mail(self.address, now_s)
+        busy = self._kv_busy or bool(self.kv.inbox) or now_s >= self._next_kv_timer_s or has_mail
+        return busy and not self.is_stopped
 
     @property
     def is_busy(self) -> bool:
@@ -596,6 +599,8 @@ class Cluster:
     def turn(self) -> bool:
         """One turn of somebody, or a little time; False where only time can pass."""
         ready = [turn for worker in self.workers.values() for turn in worker.turns()] + self.extra_turns()
+        if not ready:
+            ready = [w.kv_turn for w in self.workers.values() if w.has_slow_kv and w.wants_kv]
         if not ready:
             self.clock.now_s += IDLE_S
             ready = [w.engine_turn for w in self.workers.values() if w.has_slow_engine and w.wants_engine]

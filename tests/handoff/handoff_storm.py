@@ -3,6 +3,7 @@
 `calm`     injects nothing: every call must be whole.
 `storm`    may lose, damage, copy, reorder and delay frames, cut links, restart workers, kill the router, cancel at any
            moment, let a deadline pass or the model fail: every call must end, and never with a wrong token.
+`impatient` lets clients leave while frames are on a slow wire or KV thread: what they held is free at once, and soon another's.
 `hostile`  reuses seqs for other prompts, perhaps after decode's restart, while an adversary sends what it recorded of the
            first ones: a call may fail, but no text of another prompt may come.
 
@@ -112,6 +113,19 @@ class Scenario:
         self.calm_down()
         return self.rig
 
+    def impatient(self) -> Rig:
+        self.cluster.run_for(CALM_S)
+        self.cluster.network.faults = Faults(seed=self.rng.getrandbits(32), jitter_s=0.1)
+        for worker in self.cluster.workers.values():
+            worker.has_slow_kv = self.rng.random() < 0.5
+        for _ in range(10):
+            self.call()
+            self.cluster.run_turns(self.rng.randrange(60))
+            if self.rng.random() < 0.6:
+                self.rig.router.cancel(self.rng.choice(self.rig.router.calls[-3:]))
+        self.rig.finish_all()
+        return self.rig
+
     def hostile(self) -> Rig:
         adversary = Adversary(self.cluster)
         self.cluster.run_for(CALM_S)
@@ -120,7 +134,7 @@ class Scenario:
         if self.rng.random() < 0.5:
             self._restart("decode-0")
             self.cluster.run_for(CALM_S)
-        self.cluster.run_for(self.cluster.config.lease_s)
+        self.cluster.run_for(self.cluster.config.lease_s + 1.0)  # before that a seq used twice is refused
         adversary.recording, adversary.replaying = False, True
         self.cluster.network.faults = Faults(jitter_s=0.01)  # frames and messages meet in every order
         for old in first:

@@ -19,6 +19,12 @@ def test_without_faults_every_call_is_whole_and_equals_the_reference(start: int)
 
 
 @pytest.mark.parametrize("start", range(0, 100, BLOCK))
+def test_clients_that_leave_in_the_middle_of_a_transfer_disturb_nobody(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Scenario(seed).impatient()
+
+
+@pytest.mark.parametrize("start", range(0, 100, BLOCK))
 def test_under_faults_every_call_ends_nothing_leaks_and_no_token_is_wrong(start: int) -> None:
     for seed in range(start, start + BLOCK):
         Scenario(seed).storm()
@@ -36,5 +42,6 @@ def test_what_an_adversary_replays_never_becomes_text_of_another_prompt(start: i
 def test_thousands_of_other_seeds_find_nothing_either(start: int) -> None:
     for seed in range(start, start + 1_000):
         Scenario(seed).calm()
+        Scenario(seed).impatient()
         Scenario(seed).storm()
         Scenario(seed).hostile()
