@@ -2,7 +2,7 @@
 
 The template comes with the model, so it is not trusted: an immutable sandbox, no loader, bounded loops, bounded products
 and a bounded result. A template that refuses the messages (`raise_exception`, an undefined role) is the caller's fault:
-InvalidRequest(field="messages") with the template's own words. Runs on a tokeniser thread.
+InvalidRequest with the template's own words. Runs on a tokeniser thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequest
 
-FIELD = "messages"
 MAX_LOOPS = 100_000  # steps of all ranges in one rendering; messages of one call are far fewer (router/validate.py)
 MAX_PRODUCT_CHARS = 1 << 20  # the largest string a template may build by repetition
 MAX_RENDERED_CHARS = 16 << 20  # four times the largest body: quoting doubles, a role name per message adds
@@ -74,8 +73,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not compile: {error}", field="model.path") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt, ready for the assistant's answer.
+    def render(self, messages: Sequence[Mapping[str, str]], field: str = "messages") -> str:
+        """The prompt, ready for the assistant's answer; `field` is what the caller calls the messages.
 
         Raises:
             InvalidRequest: the template refuses the messages, or makes too much of them.
@@ -90,9 +89,17 @@ class ChatTemplate:
                 if num_chars > MAX_RENDERED_CHARS:
                     raise _Refused(f"the prompt exceeds {MAX_RENDERED_CHARS} characters")
         except _Refused as error:
-            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", field=FIELD) from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequest(f"the model's chat template fails on the messages: {error}", field=FIELD) from error
+            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", field=field) from None
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise InvalidRequest(f"the model's chat template fails on the messages: {error}", field=field) from error
         return "".join(pieces)
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from baton.errors import InvalidRequest
 from router.chat_template import ChatTemplate
 from router.detokenizer import TextStream, TokenTable
+from router.untrusted_text import UntrustedText, unguessable
 
 NUM_THREADS = 2  # one long prompt must not hold up every short one
 
@@ -27,13 +28,15 @@ class Tokenizer:
         self._longest_token_bytes = table.longest
         self._hf = HFTokenizer.from_str(tokenizer_json)
         self._template = template
+        self._untrusted = UntrustedText(tokenizer_json)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, *, field: str, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of plain text, with the special tokens the model wants around it.
+        """Token ids of plain text, with the special tokens the model wants around it; names of special tokens inside are
+        special tokens, since a prompt is the caller's own to structure.
 
         Raises:
             InvalidRequest: it has more than `max_tokens` tokens for certain (a shorter one may still be too long).
@@ -43,7 +46,7 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, field: str, max_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of a conversation; the template places the special tokens itself.
+        """Token ids of a conversation; the template alone places special tokens, whatever the messages contain.
 
         Raises:
             InvalidRequest: no template, a refusal of the template, or too long for certain.
@@ -53,7 +56,13 @@ class Tokenizer:
             raise InvalidRequest("the model has no chat template; use a prompt or token ids", field=field)
 
         def work() -> tuple[int, ...]:
-            return self._encode(template.render(messages), field, max_tokens, add_special_tokens=False)
+            mark = unguessable()
+            masked = [{**message, "content": self._untrusted.mask(message["content"], mark)} for message in messages]
+            rendered = template.render(masked, field)
+            if masked == list(messages):
+                return self._encode(rendered, field, max_tokens, add_special_tokens=False)
+            self._check_length(rendered.replace(mark, ""), field, max_tokens)
+            return tuple(self._untrusted.encode(rendered, mark))
 
         return await self._run(work)
 
@@ -63,12 +72,15 @@ class Tokenizer:
         return "".join(stream.push(token_id) for token_id in token_ids) + stream.finish(cut=False)
 
     def _encode(self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool) -> tuple[int, ...]:
+        self._check_length(text, field, max_tokens)
+        return tuple(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_length(self, text: str, field: str, max_tokens: int) -> None:
         at_least = len(text.encode()) // self._longest_token_bytes
         if at_least > max_tokens:
             raise InvalidRequest(
                 f"{field} has at least {at_least} tokens; the limit is {max_tokens}", field=field
             )  # fmt: skip
-        return tuple(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
 
     async def _run(self, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
