@@ -16,12 +16,11 @@ import os
 import sys
 import threading
 
-from kv_fakes import ByteStore
-
 from baton.config import KVTransferConfig
 from baton.kv_layout import KVLayout
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane
+from tests.kv_transfer.kv_fakes import ByteStore
 
 PEER_LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32")  # 16 KiB per layer and block
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kv_fakes import LAYOUT, TwoCores
-
 from kv_transfer.events import (
     Committed,
     IncomingClosed,
@@ -13,6 +11,7 @@ from kv_transfer.events import (
     Shipped,
 )
 from kv_transfer.frame import read_header
+from tests.kv_transfer.kv_fakes import LAYOUT, TwoCores
 
 
 def test_a_pair_is_ready_on_both_ends_after_one_probe_each_way() -> None:

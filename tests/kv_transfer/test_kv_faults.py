@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_fakes import TwoCores, frame_bytes_for
 
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, OutgoingClosed, PairLost, Shipped
 from kv_transfer.loopback import Faults
+from tests.kv_transfer.kv_fakes import TwoCores, frame_bytes_for
 
 NUM_BLOCKS = 64
 

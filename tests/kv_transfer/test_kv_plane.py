@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.events import Committed, IncomingClosed, KVEvent, OutgoingClosed, PairLost, PairReady, Shipped
 from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.plane import KVPlane
+from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 CONFIG = KVTransferConfig(transport="loopback", frame_bytes=frame_bytes_for(6), num_slots=3)
 PATIENCE_S = 30.0  # other work shares these cores

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 from kv_transfer.channel import Credit
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
 from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, crc32c, write_header
 from kv_transfer.receiver import QUIET_S, Receiver
+from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 EPOCH, SEQ, GENERATION = 11, 5, 2
 MAX_RESENDS = 2

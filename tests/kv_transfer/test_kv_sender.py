@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.frame import HEADER_BYTES, FrameHeader, crc32c, read_header
 from kv_transfer.sender import LEASE_EXPIRED, Sender
+from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 EPOCH, SEQ, GENERATION = 11, 5, 2
 LEASE_S, TIMEOUT_S = 5.0, 10.0

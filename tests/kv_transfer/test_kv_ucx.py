@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_peer import PEER_LAYOUT
+
+from tests.kv_transfer.kv_peer import PEER_LAYOUT
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0  # other work shares these cores
@@ -28,7 +29,15 @@ class Peer:
     """A kv_peer.py process. `pid` is its epoch."""
 
     def __init__(self, tls: str, seed: int, num_blocks: int = 256) -> None:
-        arguments = [sys.executable, str(HERE / "kv_peer.py"), tls, str(FRAME_BYTES), str(seed), str(num_blocks)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "tests.kv_transfer.kv_peer",
+            tls,
+            str(FRAME_BYTES),
+            str(seed),
+            str(num_blocks),
+        ]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

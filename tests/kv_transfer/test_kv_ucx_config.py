@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kv_fakes import ByteStore
 
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.events import KVEvent, PairLost
 from kv_transfer.plane import KVPlane
 from kv_transfer.ucx import MIN_SHM_BYTES, check_rdma, check_shared_memory
+from tests.kv_transfer.kv_fakes import ByteStore
 
 
 def test_too_little_shared_memory_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
