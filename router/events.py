@@ -65,9 +65,14 @@ class StatsAreLate:
     """The answer is whole, but its last `Ended` has not come."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdoptionIsLate:
+    """The prefill worker failed after the first token, and decode has said nothing since."""
+
+
 SequenceEvent = (
-    TokenArrived | SequenceEnded | SequenceRefused | WorkerGone | TimeIsUp | HoleIsOld | StatsAreLate
-)  # fmt: skip
+    TokenArrived | SequenceEnded | SequenceRefused | WorkerGone | TimeIsUp | HoleIsOld | StatsAreLate | AdoptionIsLate
+)
 
 
 class Inbox:

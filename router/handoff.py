@@ -6,7 +6,8 @@
     4 rest      tokens 1.. come from decode; merged by index, duplicates dropped
     5 end       a token carries the finish reason; the last `Ended` brings the counts
 A lost worker, a refusal or a failure before any token reached the client starts again at 1, elsewhere where possible;
-after a token it ends the call (with `num_output_tokens` in Submit, continuing it elsewhere is an ordinary submit).
+after a token it ends the call (with `num_output_tokens` in Submit, continuing it elsewhere is an ordinary submit), unless
+it was the prefill worker's and decode has adopted the sequence, perhaps without the prefill worker hearing of it.
 
 Invariants: however the block is left (finish, stop string, error, deadline, cancelled task), every worker that may still
 hold the sequence is sent Cancel and both counts are taken back, without an await in between. A retry has a new seq, so
@@ -27,6 +28,7 @@ from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.v1 import worker_pb2
 from router.events import (
+    AdoptionIsLate,
     HoleIsOld,
     Inbox,
     SequenceEnded,
@@ -147,6 +149,7 @@ class _Attempt:
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
         self._hold = Hold(0, 0)  # of prefill
+        self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
         self.blamed = placed.prefill.worker_id  # whom to avoid when this attempt fails
 
     async def run(self, demand: Demand) -> None:
@@ -202,6 +205,8 @@ class _Attempt:
                     raise DeadlineExceeded(f"the call's time ran out after {self._report.num_tokens} tokens")
                 case StatsAreLate():
                     return
+                case AdoptionIsLate():
+                    self._on_late_adoption()
 
     def _complete(self) -> bool:
         return self._report.finish is not FinishReason.NONE and self._stats_in
@@ -287,8 +292,16 @@ class _Attempt:
         if self._report.finish is not FinishReason.NONE:
             self._stats_in = self._stats_in or is_prefill
             return
-        if is_prefill and not self._local and self._report.num_tokens > 1:
-            self._stats_in = True  # decode has the KV and streams; prefill's counts are lost with it
+        if is_prefill and not self._local and self._report.num_tokens:
+            self._stats_in = True  # what it counted is in, or lost with it
+            self._prefill_error = error
+            asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, AdoptionIsLate())
             return
         self.blamed = worker
         raise error
+
+    def _on_late_adoption(self) -> None:
+        """Between adoption and token 1 lies one step of decode: who is silent for longer has not got the KV."""
+        if self._report.num_tokens == 1 and self._report.finish is FinishReason.NONE:
+            assert self._prefill_error is not None
+            raise self._prefill_error

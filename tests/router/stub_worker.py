@@ -35,6 +35,8 @@ class Script:
     tokens: Sequence[int] = tuple(range(300, 340))  # the answer to everything, cut by max_tokens, repeated as needed
     refuse: BatonError | None = None
     fail_prefill: BatonError | None = None
+    fail_handoff: BatonError | None = None  # prefill says so after decode has adopted the sequence
+    lose_handoff: bool = False  # decode never gets the sequence
     fail_after: tuple[int, BatonError] | None = None  # (tokens said, error)
     duplicate: bool = False  # each token is said twice
     skip_index: int | None = None  # this token is never said
@@ -191,8 +193,12 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self._end(request.seq, worker_pb2.OUTCOME_FINISHED, stats)
         elif submit.HasField("decode"):
             stats.kv_bytes, stats.transport = 4096, "loopback"
-            self.peers[submit.decode.worker_id].adopt(request)
-            self._end(request.seq, worker_pb2.OUTCOME_HANDED_OFF, stats)
+            if not self.script.lose_handoff:
+                self.peers[submit.decode.worker_id].adopt(request)
+            if self.script.fail_handoff is not None:
+                self._end(request.seq, worker_pb2.OUTCOME_FAILED, stats, self.script.fail_handoff)
+            else:
+                self._end(request.seq, worker_pb2.OUTCOME_HANDED_OFF, stats)
         else:
             await self._decode(request, stats)
 

@@ -172,6 +172,30 @@ async def test_a_decode_worker_that_dies_mid_stream_ends_the_call_naming_it(rig:
     assert answer.done is None
 
 
+async def test_a_prefill_worker_that_fails_after_adoption_does_not_end_the_call(rig: Rig) -> None:
+    """The link broke between adoption and Ack: prefill reports a failed transfer, decode has the sequence."""
+    rig.prefill.script.fail_handoff = TransferFailed("the Ack did not come")
+    rig.decode.script.decode_gate.clear()
+    call = asyncio.create_task(rig.generate(request(max_tokens=10)))
+    await until(lambda: bool(rig.decode.adopted) and not rig.prefill.num_open, "decode has it, prefill reported")
+    await asyncio.sleep(0.05)
+    rig.decode.script.decode_gate.set()
+    answer = await call
+    assert answer.status is None
+    assert answer.token_ids == list(range(300, 310))
+    await rig.idle()
+
+
+async def test_a_transfer_that_failed_for_good_ends_the_call_with_prefills_reason(rig: Rig) -> None:
+    rig.prefill.script.fail_handoff = TransferFailed("KV did not arrive")
+    rig.prefill.script.lose_handoff = True
+    answer = await rig.generate(request(max_tokens=10))
+    assert answer.token_ids == [300]
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    await rig.idle()
+
+
 async def test_a_stream_that_fails_has_an_error_event_and_no_done_and_the_official_client_raises(rig: Rig) -> None:
     rig.decode.script.fail_after = (5, TransferFailed("KV did not arrive"))
     body = {"prompt": "hello", "max_tokens": 10}
