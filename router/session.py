@@ -176,10 +176,18 @@ class WorkerSession:
             yield await outbox.get()
 
     async def _beat(self, cancel_call: Callable[[], bool]) -> None:
-        """Send heartbeats; cancel the call and return once the worker has been silent too long."""
+        """Send heartbeats; cancel the call and return once the worker has been silent too long.
+
+        Time in which our own loop stood still is not the worker's silence: what it said meanwhile is not read yet.
+        """
+        heartbeat_s = self._liveness.heartbeat_s
         while time.monotonic() - self._heard_s < self._liveness.silence_s:
             self._send(worker_pb2.SessionRequest(heartbeat=worker_pb2.Heartbeat(sent_ns=time.monotonic_ns())))
-            await asyncio.sleep(self._liveness.heartbeat_s)
+            before_s = time.monotonic()
+            await asyncio.sleep(heartbeat_s)
+            slept_s = time.monotonic() - before_s
+            if slept_s > 2 * heartbeat_s:
+                self._heard_s += slept_s
         cancel_call()
 
     def _silence(self) -> str:

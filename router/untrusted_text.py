@@ -66,4 +66,9 @@ class UntrustedText:
         for added in data["added_tokens"]:
             added["content"] = aliases.get(added["content"], added["content"])
         hf = HFTokenizer.from_str(json.dumps(data))
-        return hf, aliases, {hf.token_to_id(alias): self._ids[name] for name, alias in aliases.items()}
+        ids: dict[int, int] = {}
+        for name, alias in aliases.items():
+            token_id = hf.token_to_id(alias)
+            assert token_id is not None
+            ids[token_id] = self._ids[name]
+        return hf, aliases, ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import grpc
@@ -157,6 +158,18 @@ async def test_a_silent_worker_counts_as_lost_after_its_heartbeats(rig: Rig) -> 
     assert answer.error is not None
     assert answer.error.code == "worker_lost"
     assert "heartbeats" in answer.error.message
+
+
+async def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_its_workers(rig: Rig) -> None:
+    rig.decode.script.decode_gate.clear()
+    call = asyncio.create_task(rig.generate(request(max_tokens=4)))
+    await until(lambda: bool(rig.decode.adopted), "decode has the sequence")
+    time.sleep(1.0)  # noqa: ASYNC251  # ten heartbeats in which nothing of this process runs
+    await asyncio.sleep(0.2)
+    rig.decode.script.decode_gate.set()
+    answer = await call
+    assert answer.status is None
+    assert answer.token_ids == [300, 301, 302, 303]
 
 
 async def test_another_worker_behind_a_known_address_is_refused(files: ModelFiles) -> None:
