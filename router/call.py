@@ -55,7 +55,8 @@ class ChoiceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. The prompt counts once whatever n is; cached ones come from the prefill worker's prefix lookup."""
+    """Tokens. The prompt counts once whatever n is; cached ones come from the prefill worker's prefix lookup
+    for choice 0: that the other choices find the prompt there is no saving of the caller's."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -97,6 +98,9 @@ class Call:
         self.reports = [SequenceReport() for _ in range(n)]
         self.arrival_s = arrival_s
         self.finished = False
+        self.leader_began = (
+            asyncio.Event()
+        )  # choice 0 has its first token: its prefill worker has the prompt in its cache
         self._events: asyncio.Queue[Piece | ChoiceFinished | BatonError] = asyncio.Queue()
 
     def put(self, event: Piece | ChoiceFinished | BatonError) -> None:
@@ -257,7 +261,13 @@ class Calls:
                 return tuple(token_ids)
 
     async def _answer(self, call: Call, choice: int, request: Request, deadline_s: float) -> None:
-        """Run one choice; its end, good or bad, is the last thing put. The worker-facing boundary of a call."""
+        """Run one choice; its end, good or bad, is the last thing put. The worker-facing boundary of a call.
+
+        Choice 0 leads: the others begin with its first token, on its prefill worker, so the prompt is computed once. A
+        leader that fails, or runs out of time, ends the call and with it this task.
+        """
+        if choice:
+            await call.leader_began.wait()
         sampling = replace(request.sampling, sample_index=choice)
         text = TextStream(self._tokenizer.table, call.spec.stop, sampling.min_tokens)
         report = call.reports[choice]
@@ -270,6 +280,7 @@ class Calls:
                 report,
                 deadline_s,
                 self._config.unavailable_wait_s,
+                prefer=call.reports[0].prefill_worker if choice else "",
             )
         except BatonError as error:
             call.put(error)
@@ -334,6 +345,7 @@ class _Sink:
         ends_by_token = token.finish is FinishReason.STOP  # EOS or a stop token: counted, but no text
         text = "" if ends_by_token else self._text.push(token.token)
         self._call.put(Piece(self._choice, text, token))
+        self._call.leader_began.set()
         return self._text.stop_match is not None
 
 

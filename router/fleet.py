@@ -251,16 +251,16 @@ class Fleet:
             await self._wait_for_change(self.unready_reason(), self._hopeless(), until_s)
         return limits
 
-    async def wait_for_place(self, demand: Demand, avoid: frozenset[str], until_s: float) -> Placed:
-        """Choose workers for a sequence, waiting for one to come up until `until_s` (monotonic).
+    async def wait_for_place(self, demand: Demand, avoid: frozenset[str], until_s: float, prefer: str = "") -> Placed:
+        """Choose workers for a sequence, waiting for one to come up until `until_s` (monotonic); `prefer`: see `place`.
 
         Raises:
             Unavailable: nobody came, or nobody ever can.
         """
         while True:
             found = place(
-                self.snapshots(), demand, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid
-            )  # fmt: skip
+                self.snapshots(), demand, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer
+            )
             if isinstance(found, Choice):
                 return self._take(found)
             await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)

@@ -106,8 +106,10 @@ async def serve_sequence(
     report: SequenceReport,
     deadline_s: float,
     unavailable_wait_s: float,
+    prefer: str = "",
 ) -> None:
-    """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
+    """Run one sequence to its end; tokens go to `sink`, everything else is in `report`. `prefer`: a prefill worker that
+    has the prompt in its cache.
 
     Raises:
         BatonError: the sequence did not finish; a token may already have been given to `sink`.
@@ -116,7 +118,7 @@ async def serve_sequence(
     avoid: frozenset[str] = frozenset()
     while True:
         until_s = min(deadline_s, time.monotonic() + unavailable_wait_s)
-        placed = await fleet.wait_for_place(demand, avoid, until_s)
+        placed = await fleet.wait_for_place(demand, avoid, until_s, prefer)
         attempt = _Attempt(replace(request, seq=next(seqs)), placed, sink, report, deadline_s)
         try:
             await attempt.run(demand)

@@ -95,13 +95,16 @@ def place(
     *,
     local_prefill_tokens: int = 0,
     avoid: frozenset[str] = frozenset(),
+    prefer: str = "",
 ) -> Choice | NoPlace:
-    """Choose the best pair; workers in `avoid` are taken only where nobody else is left."""
+    """Choose the best pair; workers in `avoid` are taken only where nobody else is left, and among the rest those that
+    prefill on `prefer`, which has this prompt in its cache, before any other."""
     ready = [worker for worker in workers if worker.state == "ready"]
     candidates = list(_candidates(ready, demand, local_prefill_tokens))
-    preferred = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates
-    if preferred:
-        return min(preferred, key=lambda choice: choice.score)
+    candidates = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates
+    candidates = [c for c in candidates if c.prefill == prefer] or candidates
+    if candidates:
+        return min(candidates, key=lambda choice: choice.score)
     return _why_not(workers, ready)
 
 

@@ -91,6 +91,13 @@ def test_a_worker_to_avoid_is_taken_only_where_nobody_else_is_left() -> None:
     assert chosen(workers[0], workers[2], avoid=frozenset({"p0"})) == ("p0", "d0")
 
 
+def test_a_prefill_worker_that_knows_the_prompt_goes_before_a_less_busy_one_but_not_before_one_to_avoid() -> None:
+    workers = (linked("p0", "d0"), linked("p1", "d0", waiting_tokens=900), snapshot("d0", Role.DECODE))
+    assert chosen(*workers, prefer="p1") == ("p1", "d0")
+    assert chosen(*workers, prefer="p1", avoid=frozenset({"p1"})) == ("p0", "d0")
+    assert chosen(*workers, prefer="gone") == ("p0", "d0")
+
+
 def test_a_missing_role_is_hopeless_and_a_lost_worker_is_not() -> None:
     nobody = place((snapshot("d0", Role.DECODE),), SMALL)
     lost = place((snapshot("p0", Role.PREFILL, state="connecting"), snapshot("d0", Role.DECODE)), SMALL)

@@ -99,6 +99,31 @@ async def test_several_answers_have_their_own_index_and_the_prompt_counts_once(r
     await rig.idle()
 
 
+async def test_several_answers_share_one_prefill_of_their_prompt(files: ModelFiles) -> None:
+    prefills = [await StubWorker(f"p{number}", worker_pb2.ROLE_PREFILL).start() for number in range(2)]
+    decodes = [await StubWorker(f"d{number}", worker_pb2.ROLE_DECODE).start() for number in range(2)]
+    for prefill in prefills:
+        prefill.peers = {decode.worker_id: decode for decode in decodes}
+        prefill.script.prefill_gate.clear()
+    prompt = serving_pb2.TokenIds(ids=range(10, 110))
+    made = serving_pb2.GenerateRequest(token_ids=prompt, sampling=serving_pb2.Sampling(n=4, max_tokens=6))
+    async with running_rig(files, [*prefills, *decodes]) as rig:
+        await until(lambda: all(len(p.told_peers) == 2 for p in prefills), "every pair is linked")
+        call = asyncio.create_task(rig.generate(made))
+        await until(lambda: any(p.submits for p in prefills), "the first answer is submitted")
+        await asyncio.sleep(0.05)
+        assert sum(len(p.submits) for p in prefills) == 1
+        for prefill in prefills:
+            prefill.script.prefill_gate.set()
+        answer = await call
+        await rig.idle()
+    assert sorted(len(p.submits) for p in prefills) == [0, 4]
+    assert all(decode.adopted for decode in decodes)
+    assert answer.done is not None
+    assert (answer.done.usage.prompt_tokens, answer.done.usage.completion_tokens) == (100, 24)
+    assert answer.done.usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize("alias", ["max_tokens", "max_completion_tokens"])
 async def test_both_names_of_the_limit_reach_the_workers_as_one(rig: Rig, alias: str) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], alias: 40}
