@@ -168,6 +168,8 @@ class Calls:
         self._running: set[Call] = set()
         self._stopping = False
         self._num_inflight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def num_inflight(self) -> int:
@@ -184,9 +186,21 @@ class Calls:
             call.put(Cancelled("the call was aborted"))
         return len(named)
 
+    def unready_reason(self) -> str:
+        """Why no call could be served now; "" = one could."""
+        return _stopping().message if self._stopping else self._fleet.unready_reason()
+
+    def close_door(self) -> None:
+        """Take no more calls."""
+        self._stopping = True
+
+    async def wait_idle(self) -> None:
+        """Return once no call is in flight."""
+        await self._idle.wait()
+
     def stop(self) -> None:
         """Take no more calls and end the running ones with an error that says why."""
-        self._stopping = True
+        self.close_door()
         for call in self._running:
             call.put(_stopping())
 
@@ -205,6 +219,7 @@ class Calls:
         call: Call | None = None
         slo: SLO | None = None
         self._num_inflight += 1
+        self._idle.clear()
         try:
             check(spec, self._limits)
             slo = self._slo_watch.targets(spec.labels)
@@ -222,6 +237,8 @@ class Calls:
             raise
         finally:
             self._num_inflight -= 1
+            if not self._num_inflight:
+                self._idle.set()
             self._count(spec, slo, call, outcome, arrival_s)
 
     def _admit(self) -> None:

@@ -1,7 +1,8 @@
 """One router, assembled: what it is made of, in what order it starts and stops.
 
-Ports are bound before anything runs, so a taken one is known at once. Stop order: calls end with an error that says so,
-connections close, Sessions close (workers then drop what this router left), threads stop.
+Ports are bound before anything runs, so a taken one is known at once. `drain`: unready, no new calls (both ports still
+answer, to say so), running ones may end. `stop`: calls still running end with an error that says so, connections close,
+Sessions close (workers then drop what this router left), threads stop.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.config import RouterConfig
+from baton.errors import ConfigError
 from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.model_files import ModelFiles
@@ -56,11 +58,16 @@ class FrontEnd:
         self.metrics = RouterMetrics(self.fleet)
         limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)
         self.calls = Calls(config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch)
-        self._grpc = GrpcServer(config, ServingApi(config, spec, self.calls, self.fleet))
         app = build_app(config, spec, self.calls, self.tokenizer, self.fleet, self.metrics)
         self._http = HttpServer(config, app)
+        try:
+            self._grpc = GrpcServer(config, ServingApi(config, spec, self.calls, self.fleet))
+        except ConfigError:
+            self._http.close()
+            raise
         self.grpc_port, self.http_port = self._grpc.port, self._http.port
         self._workers = workers
+        self._drain_s = config.drain_s
         self._control = (
             ControlClient(
                 config.control_address, router_id, self.fleet, self.slo_watch, lambda: self.calls.num_inflight
@@ -80,6 +87,17 @@ class FrontEnd:
         await self._http.start()
         log.info("router_started", http_port=self.http_port, grpc_port=self.grpc_port)
 
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Take no more calls; return when none is running, after `drain_s`, or when `hurry` is set."""
+        self.calls.close_door()
+        await self._grpc.set_ready(False)
+        log.info("router_drains", num_inflight=self.calls.num_inflight)
+        waits = [asyncio.create_task(self.calls.wait_idle()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(waits, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
     async def stop(self) -> None:
         self.calls.stop()
         await asyncio.gather(self._http.stop(), self._grpc.stop())
@@ -95,7 +113,7 @@ class FrontEnd:
     async def _follow_readiness(self) -> None:
         """Tell gRPC health what /readyz says."""
         while True:
-            await self._grpc.set_ready(not self.fleet.unready_reason())
+            await self._grpc.set_ready(not self.calls.unready_reason())
             await asyncio.sleep(READINESS_S)
 
 

@@ -142,7 +142,7 @@ class GrpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),  # half: clocks differ
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.max_connection_age_ms", int(config.max_connection_age_s * 1e3)),
-                ("grpc.max_connection_age_grace_ms", int(config.request_timeout_s * 1e3)),
+                ("grpc.max_connection_age_grace_ms", int(MAX_TIMEOUT_S * 1e3)),  # no call may be cut by it
             )
         )
         serving_pb2_grpc.add_ServingServicer_to_server(api, self._server)

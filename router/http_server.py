@@ -58,6 +58,10 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        self.close()
+
+    def close(self) -> None:
+        """Give the port up; all there is to do for a server that was not started."""
         self._socket.close()
 
 

@@ -1,7 +1,8 @@
 """Entry of a router process: `python -m router.main --config router.json`.
 
-Prints one JSON line {"http_port", "grpc_port", "pid"} on stdout once both ports answer, then serves until SIGTERM or SIGINT.
-A start that cannot succeed prints one line on stderr and exits with 1.
+Prints one JSON line {"http_port", "grpc_port", "pid"} on stdout once both ports answer, then serves until SIGTERM or SIGINT:
+it takes no new call from then on and lets running ones end (at most `drain_s`); a second signal ends them at once with
+UNAVAILABLE. A start that cannot succeed prints one line on stderr and exits with 1.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(config: RouterConfig, workers: Sequence[str]) -> None:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        asyncio.get_running_loop().add_signal_handler(signum, on_signal)
     front_end = FrontEnd(config, load_model_files(config.model.path), workers)
     await front_end.start()
     ready = {"http_port": front_end.http_port, "grpc_port": front_end.grpc_port, "pid": os.getpid()}
     print(json.dumps(ready), flush=True)
     try:
         await stop.wait()
+        await front_end.drain(hurry)
     finally:
         await front_end.stop()
 

@@ -233,7 +233,7 @@ class Pages:
         return PlainTextResponse("ok\n")
 
     async def readyz(self, request: Request) -> Response:
-        reason = self._fleet.unready_reason()
+        reason = self._calls.unready_reason()
         return PlainTextResponse(f"{reason or 'ready'}\n", status_code=503 if reason else 200)
 
     async def metrics(self, request: Request) -> Response:

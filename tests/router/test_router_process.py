@@ -11,16 +11,19 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import httpx
+import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config import ModelConfig, RouterConfig
 from baton.config_load import to_json
 from baton.errors import ConfigError
 from baton.model_files import ModelFiles
 from baton.slo import Verdict
-from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.v1 import control_pb2, control_pb2_grpc, serving_pb2_grpc, worker_pb2
 from router.front_end import FrontEnd
 from tests.router.router_rig import request, running_rig, until
 from tests.router.stub_worker import StubWorker
@@ -79,13 +82,83 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert [line.startswith("router: model") for line in done.stderr.splitlines()] == [True]
 
 
-async def test_a_taken_port_leaves_nothing_open_behind_it(files: ModelFiles) -> None:
+@pytest.mark.parametrize("second_signal", [False, True])
+async def test_a_terminated_router_lets_calls_end_and_takes_no_new_ones_until_it_is_told_twice(
+    model_dir: Path, second_signal: bool
+) -> None:
+    worker = await StubWorker("b0").start()
+    worker.script.decode_gate.clear()
+    command = [sys.executable, "-m", "router.main", "--model", str(model_dir), "--workers", worker.address]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--http-port", "0", "--grpc-port", "0", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await process.stdout.readline())
+        base_url = f"http://127.0.0.1:{ready['http_port']}"
+        async with (
+            httpx.AsyncClient(base_url=base_url, timeout=30) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel,
+        ):
+            stub, health = serving_pb2_grpc.ServingStub(channel), health_pb2_grpc.HealthStub(channel)
+            answer = aiter(stub.Generate(request(max_tokens=4)))
+            assert (await anext(answer)).chunk.token_ids == [300]
+            process.terminate()
+            status = await client.get("/readyz")
+            while status.status_code == 200:
+                status = await client.get("/readyz")
+            refused = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
+            serving = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Serving"))
+            assert "stopping" in status.text
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert serving.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            if second_signal:
+                process.terminate()
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    _ = [response async for response in answer]
+                assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            else:
+                worker.script.decode_gate.set()
+                rest = [response async for response in answer]
+                assert [t for response in rest for t in response.chunk.token_ids] == [301, 302, 303]
+                assert rest[-1].done.usage.completion_tokens == 4
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await worker.kill()
+
+
+async def test_a_drain_that_takes_too_long_ends_and_an_idle_one_ends_at_once(files: ModelFiles) -> None:
+    async with running_rig(files, drain_s=0.2) as rig:
+        rig.decode.script.decode_gate.clear()
+        call = asyncio.create_task(rig.generate(request(max_tokens=4)))
+        await until(lambda: bool(rig.decode.adopted), "decode has the sequence")
+        await rig.front_end.drain(asyncio.Event())
+        assert rig.front_end.calls.num_inflight == 1
+        rig.decode.script.decode_gate.set()
+        assert (await call).status is None
+        await rig.idle()
+    async with running_rig(files) as rig:
+        await asyncio.wait_for(rig.front_end.drain(asyncio.Event()), 10)  # the limit is 600 s
+
+
+@pytest.mark.parametrize("taken_option", ["http", "grpc"])
+async def test_a_taken_port_leaves_nothing_open_behind_it(files: ModelFiles, taken_option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="--http-port"):
-            FrontEnd(RouterConfig(http_port=port, grpc_port=0), files)
+        ports = {"http_port": 0, "grpc_port": 0, f"{taken_option}_port": taken.getsockname()[1]}
+        before = listening()
+        with pytest.raises(ConfigError, match=f"--{taken_option}-port"):
+            FrontEnd(RouterConfig(**ports), files)
+        assert listening() == before
+
+
+def listening() -> set[int]:
+    """TCP ports that this process listens on."""
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 class ControlStub(control_pb2_grpc.ControlServicer):
