@@ -5,6 +5,8 @@ Each variable was checked against ray 2.60:
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0         `get_node_ip_address` answers 127.0.0.1: loopback only
     RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0     SIGTERM ends the head at once instead of draining its node
     RAY_USAGE_STATS_ENABLED=0                   no reports home
+    RAY_worker_niceness=0                       15 by default: any other process would take the engine's cores (measured: a killed
+                                                worker answers again after 4.1-4.5 s instead of 6.0 s on 2 shared cores)
     RAY_START_HOOK                              names `without_client_server`, called before anything starts
 """
 
@@ -48,5 +50,6 @@ def environ(token_file: Path) -> Mapping[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
     }
