@@ -5,13 +5,17 @@ It carries each message to the role that answers for it and nothing more: what h
 
 Both roles always exist; `role` says which of them take new work. SetRole takes effect at once on an idle worker; on a busy
 one it first drains (new work is refused) and then flips. Draining lets everything that is open run to its end.
+
+A defect of a role while it handles what a router or peer sent ends that stream. One in what the engine, the KV plane or the
+clock brought leaves roles and engine out of step: the process ends, and Ray starts a fresh one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from baton.config import WorkerConfig
@@ -72,7 +76,7 @@ class WorkerHost:
     Args:
         identity: what routers are told in Opened (worker id, epoch, model, sizes).
         hello: what peers are told, but for the pair's nonce.
-        on_fatal: the engine is beyond repair; the process should end.
+        on_fatal: the engine or a role is beyond repair; the process should end.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class WorkerHost:
         self._engine_load = engine.load()
         self._cached: set[bytes] = set()
         self._cache_generation = 0
+        self._on_fatal = on_fatal
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
         self.engine = EngineCommands(self._thread.post)
         self.kv: KVPort = plane
@@ -137,10 +142,19 @@ class WorkerHost:
             now_s = time.monotonic()
             if now_s - before_s < STALL_S:
                 self.sessions.check(now_s, silence_limit_s)
-            for role in self._roles:
-                role.on_tick()
-            self._flush(step=0)
-            self._flip_if_idle()
+            with self._fatal_if_it_raises():
+                for role in self._roles:
+                    role.on_tick()
+                self._flush(step=0)
+                self._flip_if_idle()
+
+    @contextlib.contextmanager
+    def _fatal_if_it_raises(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the worker loop's boundary
+            log.exception("worker_defect")
+            self._on_fatal(error)
 
     # --- Ports ---
 
@@ -235,12 +249,13 @@ class WorkerHost:
     # --- the engine ---
 
     def _on_result(self, result: StepResult, load: EngineLoad) -> None:
-        self._engine_load = load
-        for role in self._roles:
-            role.on_step(result)
-        if result.cache_added or result.cache_removed:
-            self._publish_cache(result)
-        self._flush(result.step)
+        with self._fatal_if_it_raises():
+            self._engine_load = load
+            for role in self._roles:
+                role.on_step(result)
+            if result.cache_added or result.cache_removed:
+                self._publish_cache(result)
+            self._flush(result.step)
 
     def _publish_cache(self, result: StepResult) -> None:
         self._cached.update(result.cache_added)
@@ -258,14 +273,15 @@ class WorkerHost:
     # --- the KV plane ---
 
     def on_kv(self, event: KVEvent) -> None:
-        if isinstance(event, PairReady):
-            self.links.on_pair_ready(event.peer, event.pair_nonce, event.transport)
-        elif isinstance(event, PairLost):
-            self.links.on_pair_lost(event.peer, event.pair_nonce, event.reason)
-        else:
-            for role in self._roles:
-                role.on_kv(event)
-        self._flush(step=0)
+        with self._fatal_if_it_raises():
+            if isinstance(event, PairReady):
+                self.links.on_pair_ready(event.peer, event.pair_nonce, event.transport)
+            elif isinstance(event, PairLost):
+                self.links.on_pair_lost(event.peer, event.pair_nonce, event.reason)
+            else:
+                for role in self._roles:
+                    role.on_kv(event)
+            self._flush(step=0)
 
     # --- LinkListener ---
 

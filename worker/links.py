@@ -12,17 +12,17 @@ workers that send both ways have two links. KV bytes never ride here. Runs on th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
-from baton.errors import BatonError, PeerRefused, Unavailable, WorkerLost
+from baton.errors import BatonError, Internal, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from worker.hello import check_hello
@@ -82,6 +82,15 @@ class PeerLink:
     def end(self) -> None:
         """Let the writer finish."""
         self.outbox.put_nowait(None)
+
+    def note_failure(self, failure: Exception) -> None:
+        """Keep why the stream ended, unless a reason is known already."""
+        if isinstance(failure, grpc.aio.AioRpcError):
+            error: BatonError = WorkerLost(f"link to {self.peer.worker_id} failed: {failure.code().name.lower()}")
+        else:  # a defect of a role: it ends this stream and its transfers, not the worker
+            log.error("link_failed", peer=self.key, traceback="".join(traceback.format_exception(failure)))
+            error = Internal("a message of the link could not be handled")
+        self.error = self.error or error
 
 
 class Links(kv_pb2_grpc.KvLinkServicer):
@@ -166,8 +175,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
             link = PeerLink(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
             self._links[key] = link
             started_s = time.monotonic()
-            error = await self._run_opener(link)
-            self._lose(link, error)
+            await self._run_opener(link)
             if link.state is State.REFUSED:
                 return
             if time.monotonic() - started_s > MAX_BACKOFF_S:
@@ -178,22 +186,18 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     # --- the two ends of a stream ---
 
-    async def _run_opener(self, link: PeerLink) -> BatonError:
-        """Run one stream to its end and say why it ended."""
+    async def _run_opener(self, link: PeerLink) -> None:
+        """Run one stream to its end; the link is lost, and says why, on return."""
         hello = kv_pb2.Hello()
         hello.CopyFrom(self._hello)
         hello.pair_nonce = link.nonce
         link.send(hello=hello)
-        try:
-            async with grpc.aio.insecure_channel(link.peer.address) as channel:
-                call = kv_pb2_grpc.KvLinkStub(channel).Link(_drain(link.outbox))
-                try:
-                    await self._serve(link, aiter(call))
-                finally:
-                    call.cancel()
-        except grpc.aio.AioRpcError as error:
-            return link.error or WorkerLost(f"link to {link.peer.worker_id} failed: {error.code().name.lower()}")
-        return link.error or WorkerLost(f"link to {link.peer.worker_id} ended")
+        async with grpc.aio.insecure_channel(link.peer.address) as channel:
+            call = kv_pb2_grpc.KvLinkStub(channel).Link(_drain(link.outbox))
+            try:
+                await self._serve(link, aiter(call))
+            finally:
+                call.cancel()
 
     async def Link(
         self,
@@ -225,31 +229,27 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         answer.pair_nonce = link.nonce
         link.send(hello=answer)
         self._connect(link, hello)
-        reader = asyncio.create_task(self._serve(link, requests), name=f"link {key}")
-        reader.add_done_callback(lambda _: link.end())
+        serving = asyncio.create_task(self._serve(link, requests), name=f"link {key}")
         try:
             async for message in _drain(link.outbox):
                 yield message
         finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await reader
-            self._lose(link, link.error or WorkerLost(f"link from {hello.worker_id} ended"))
-            if self._links.get(key) is link:
-                del self._links[key]
+            self._lose(link, WorkerLost(f"link from {hello.worker_id} ended"))
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     async def _serve(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
-        """Read one stream, ping its other end, until it ends or falls silent."""
-        pinger = asyncio.create_task(self._ping(link))
-        reader = asyncio.create_task(self._read(link, messages))
+        """Read one stream, ping its other end, until it ends or falls silent; then the link is lost."""
+        tasks = (asyncio.create_task(self._ping(link)), asyncio.create_task(self._read(link, messages)))
         try:
-            await asyncio.wait((pinger, reader), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
-                reader.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (pinger, reader):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(pinger, reader, return_exceptions=True)
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    link.note_failure(outcome)
+            self._lose(link, link.error or WorkerLost(f"link to {link.peer.worker_id} ended"))
 
     async def _read(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
         async for message in messages:
@@ -279,7 +279,9 @@ class Links(kv_pb2_grpc.KvLinkServicer):
     def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
         """Handle one message; False ends the stream."""
         kind = message.WhichOneof("message")
-        if kind == "hello" and link.opener and not link.path_ready:
+        if link.state is State.LOST:
+            return False
+        if kind == "hello" and link.opener and link.state is State.CONNECTING:
             refusal = check_hello(self._hello, message.hello)
             if refusal is None and message.hello.epoch != link.peer.epoch:
                 refusal = PeerRefused("epoch differs: the peer has restarted", field="epoch")
@@ -339,13 +341,15 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         return False
 
     def _lose(self, link: PeerLink, error: BatonError) -> None:
-        """Close the data path, tell the roles; idempotent."""
+        """Close the data path, tell the roles; idempotent. The opener's link stays, to say why it is lost."""
         if link.state in (State.LOST, State.REFUSED):
             return
         link.state = State.REFUSED if isinstance(error, PeerRefused) and error.field != "epoch" else State.LOST
         link.error = error
         link.reason = error.message
         link.end()
+        if not link.opener and self._links.get(link.key) is link:
+            del self._links[link.key]
         log.warning("link_lost", peer=link.key, reason=error.message)
         self._path.disconnect(link.key)
         self._listener.on_link_lost(link.key, error)

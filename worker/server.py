@@ -134,6 +134,8 @@ class WorkerServer:
             self._loop.close()
 
     def _on_fatal(self, error: BaseException) -> None:
+        if self._stop.is_set():
+            return  # ending already: one report is enough
         self._stop.set()
         if self._on_fatal_user is not None:
             self._on_fatal_user(error)

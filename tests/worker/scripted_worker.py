@@ -27,7 +27,8 @@ class ScriptedWorker:
 
     def __init__(self, config: WorkerConfig, num_blocks: int = 256, spec: ModelSpec = SPEC) -> None:
         self.runner = ScriptedRunner(LAYOUT, num_blocks)
-        self.server = WorkerServer(config, load_model=lambda _: LoadedModel(spec, self.runner))
+        self.fatal: list[BaseException] = []
+        self.server = WorkerServer(config, self.fatal.append, lambda _: LoadedModel(spec, self.runner))
         self.config = config
 
     @property
