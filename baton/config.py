@@ -91,6 +91,9 @@ class RouterConfig:
     max_n: int = 16
     local_prefill_tokens: int = 0  # prompts up to this length are prefilled on the decode worker; 0 = never
     max_connection_age_s: float = 600.0
+    client_backlog_bytes: int = (
+        4 << 20
+    )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
     model: ModelConfig = field(default_factory=ModelConfig)
     log_level: str = "info"

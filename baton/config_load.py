@@ -93,6 +93,7 @@ _LIMITS: Mapping[str, Limit] = {
     "router.max_n": Limit("answers to one prompt", 1, 128),
     "router.local_prefill_tokens": Limit("0 = never", 0),
     "router.max_connection_age_s": _SECONDS,
+    "router.client_backlog_bytes": Limit("one event takes up to 3 KiB", 4_096, 1 << 30),
     "router.drain_s": Limit("0 = do not wait for running calls", 0, 86_400),
     "router.log_level": _LOG,
     "controller.admin_port": _PORT,

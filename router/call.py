@@ -1,11 +1,12 @@
 """One API call: admitted, tokenised, answered by n sequences, counted once.
 
     async with calls.open(spec, arrival_s) as call:
-        async for event in call:      Piece ..., ChoiceFinished per choice, CallDone last
+        async for event in call:      Pieces ..., ChoiceFinished per choice, CallDone last
             ...
 
-Leaving the block, however, ends every sequence of the call. Whatever the outcome, the `finally` of `open` counts it: the
-in-flight count, outcome counters, usage, SLO verdict and the log line come from there and nowhere else. Event loop only.
+Leaving the block, however, ends every sequence of the call; a client that does not take its answer makes it be left, by
+ClientStuck. Whatever the outcome, the `finally` of `open` counts it: the in-flight count, outcome counters, usage, SLO
+verdict and the log line come from there and nowhere else. Event loop only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from baton.config import RouterConfig
 from baton.errors import BatonError, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
@@ -25,6 +26,7 @@ from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.slo import SLO, Verdict
 from router.admission import MIN_RETRY_AFTER_S, Admission
+from router.call_events import CallDone, CallEvent, ChoiceFinished, Outbox, Piece, Queued, Timings, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet
@@ -37,61 +39,19 @@ from router.validate import Limits, check, resolve
 log = get_log("router.call")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token and the text it made certain; `token` is None for text released at the end."""
-
-    choice: int
-    text: str
-    token: SampledToken | None
+SLACK_S = 2.0  # behind the deadline: for the error that the deadline itself makes
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceFinished:
-    choice: int
-    finish: FinishReason
-    stop_match: str  # "" = no stop string
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens. The prompt counts once whatever n is; cached ones come from the prefill worker's prefix lookup
-    for choice 0: that the other choices find the prompt there is no saving of the caller's."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """serving.proto Timings. Of choice 0, except ttft_ms (first of all choices) and kv_bytes (their sum)."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    handoff_gap_ms: float = 0.0
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
-    kv_bytes: int = 0
-    kv_transfer_ms: float = 0.0
-    transport: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CallDone:
-    usage: Usage
-    timings: Timings
-
-
-CallEvent = Piece | ChoiceFinished | CallDone
+class ClientStuck(Cancelled):
+    """The client does not take what is sent to it, so neither would it take an error: drop the connection."""
 
 
 class Call:
     """An answer being made; iterate it once."""
 
-    def __init__(self, spec: CallSpec, request_id: str, prompt_tokens: int, n: int, arrival_s: float) -> None:
+    def __init__(
+        self, spec: CallSpec, request_id: str, prompt_tokens: int, n: int, arrival_s: float, backlog_bytes: int
+    ) -> None:
         self.spec = spec
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -101,20 +61,38 @@ class Call:
         self.leader_began = (
             asyncio.Event()
         )  # choice 0 has its first token: its prefill worker has the prompt in its cache
-        self._events: asyncio.Queue[Piece | ChoiceFinished | BatonError] = asyncio.Queue()
+        self._outbox = Outbox(backlog_bytes)
+        self._patience: asyncio.Timeout | None = None
 
-    def put(self, event: Piece | ChoiceFinished | BatonError) -> None:
+    def put(self, event: Queued) -> None:
         """Called by the sequences, and by Abort."""
-        self._events.put_nowait(event)
+        if not self._outbox.put(event) and self._patience is not None:
+            patience, self._patience = self._patience, None
+            patience.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def patience(self, until_s: float) -> AsyncIterator[None]:
+        """Interrupt the block, wherever it waits, at `until_s` (monotonic) or when the client is too far behind.
+
+        Raises:
+            ClientStuck: it was interrupted.
+        """
+        try:
+            async with asyncio.timeout(until_s - time.monotonic()) as self._patience:
+                yield
+        except TimeoutError:
+            raise ClientStuck("the client does not read its answer, or too slowly") from None
+        finally:
+            self._patience = None
 
     async def __aiter__(self) -> AsyncIterator[CallEvent]:
         num_open = len(self.reports)
         while num_open:
-            event = await self._events.get()
-            if isinstance(event, BatonError):
-                raise event
-            num_open -= isinstance(event, ChoiceFinished)
-            yield event
+            for event in await self._outbox.take():
+                if isinstance(event, BatonError):
+                    raise event
+                num_open -= isinstance(event, ChoiceFinished)
+                yield event
         self.finished = True
         yield CallDone(self.usage(), self.timings())
 
@@ -224,9 +202,11 @@ class Calls:
             check(spec, self._limits)
             slo = self._slo_watch.targets(spec.labels)
             self._admit()
-            call, tasks = await self._start(spec, slo, arrival_s)
+            deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)
+            call, tasks = await self._start(spec, slo, arrival_s, deadline_s)
             try:
-                yield call
+                async with call.patience(deadline_s + SLACK_S):
+                    yield call
             finally:
                 self._running.discard(call)
                 await _cancel(tasks)
@@ -247,8 +227,9 @@ class Calls:
         if shed := self._admission.decide(self._num_inflight - 1):
             raise Overloaded(shed.reason, retry_after_s=shed.retry_after_s)
 
-    async def _start(self, spec: CallSpec, slo: SLO, arrival_s: float) -> tuple[Call, list[asyncio.Task[None]]]:
-        deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)
+    async def _start(
+        self, spec: CallSpec, slo: SLO, arrival_s: float, deadline_s: float
+    ) -> tuple[Call, list[asyncio.Task[None]]]:
         pools = await self._fleet.wait_for_limits(min(deadline_s, arrival_s + self._config.unavailable_wait_s))
         token_ids = await self._token_ids(spec.prompt, pools.max_prompt_tokens)
         sampling = resolve(spec, len(token_ids), pools, secrets.randbits(64))
@@ -260,7 +241,9 @@ class Calls:
             slo_class=slo.name,
             request_id=spec.labels.request_id or secrets.token_hex(16),
         )
-        call = Call(spec, request.request_id, len(token_ids), spec.sampling.n or 1, arrival_s)
+        call = Call(
+            spec, request.request_id, len(token_ids), spec.sampling.n or 1, arrival_s, self._config.client_backlog_bytes
+        )
         self._running.add(call)
         tasks = [
             asyncio.create_task(self._answer(call, choice, request, deadline_s), name=f"{request.request_id}/{choice}")

@@ -21,9 +21,10 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Internal, InvalidRequest, NotFound
 from baton.log import get_log
 from baton.model_spec import ModelSpec
-from baton.request import FinishReason
+from baton.request import FinishReason, Logprobs, SampledToken
 from baton.v1 import serving_pb2, serving_pb2_grpc
-from router.call import Call, CallDone, Calls, ChoiceFinished, Piece
+from router.call import Call, Calls, ClientStuck
+from router.call_events import CallDone, ChoiceFinished, Pieces
 from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
 from router.detokenizer import TokenTable
 from router.fleet import Endpoint, Fleet
@@ -61,6 +62,8 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
             opened = True
             async with self._calls.open(spec, arrival_s) as call:
                 await self._stream(call, context)
+        except ClientStuck as error:
+            await context.abort(status_code(error), error.message)
         except BatonError as error:
             if not opened:
                 self._calls.refused("grpc", error)
@@ -75,7 +78,7 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
         ends: list[ChoiceFinished] = []
         async for event in call:
             match event:
-                case Piece():
+                case Pieces():
                     chunk = _chunk(call, event, self._calls.table)
                     await context.write(serving_pb2.GenerateResponse(chunk=chunk))
                 case ChoiceFinished():
@@ -256,24 +259,27 @@ _FINISH = {
 }
 
 
-def _chunk(call: Call, piece: Piece, table: TokenTable) -> serving_pb2.Chunk:
-    token = piece.token
-    if token is None:
-        return serving_pb2.Chunk(text=piece.text, choice=piece.choice, index=call.reports[piece.choice].num_tokens)
-    chunk = serving_pb2.Chunk(text=piece.text, token_ids=[token.token], index=token.index, choice=piece.choice)
-    if token.logprobs is not None:
-        chunk.logprobs.append(
-            serving_pb2.Logprob(
-                token_id=token.token,
-                logprob=token.logprobs.logprob,
-                token=table.name(token.token),
-                top=[
-                    serving_pb2.TopLogprob(token_id=token_id, logprob=logprob, token=table.name(token_id))
-                    for token_id, logprob in zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-                ],
-            )
-        )
-    return chunk
+def _chunk(call: Call, pieces: Pieces, table: TokenTable) -> serving_pb2.Chunk:
+    tokens = pieces.tokens
+    return serving_pb2.Chunk(
+        text=pieces.text,
+        token_ids=[token.token for token in tokens],
+        index=tokens[0].index if tokens else call.reports[pieces.choice].num_tokens,
+        choice=pieces.choice,
+        logprobs=[_logprob(token, token.logprobs, table) for token in tokens if token.logprobs is not None],
+    )
+
+
+def _logprob(token: SampledToken, logprobs: Logprobs, table: TokenTable) -> serving_pb2.Logprob:
+    return serving_pb2.Logprob(
+        token_id=token.token,
+        logprob=logprobs.logprob,
+        token=table.name(token.token),
+        top=[
+            serving_pb2.TopLogprob(token_id=token_id, logprob=logprob, token=table.name(token_id))
+            for token_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        ],
+    )
 
 
 def _worker_load(endpoint: Endpoint) -> serving_pb2.WorkerLoad:

@@ -20,6 +20,9 @@ from baton.errors import ConfigError
 BACKLOG = 1_024  # connections that may wait while the loop is busy; twice max_inflight
 KEEP_ALIVE_S = 75  # longer than the 60 s of common load balancers, so that they close first
 SHUTDOWN_S = 1  # for calls that were told to end
+STALL_MS = (
+    60_000  # a client that takes none of what waits for it is cut by the kernel: twice common proxies' 30 s of patience
+)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -70,6 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # Lets a restarted router take the port of connections in TIME_WAIT; a living listener still refuses it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)  # inherited by its connections
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)

@@ -37,7 +37,8 @@ from router.asgi import (
     send_json,
     start_sse,
 )
-from router.call import Call, CallDone, Calls, ChoiceFinished, Piece
+from router.call import Call, Calls, ClientStuck
+from router.call_events import CallDone, ChoiceFinished, Piece, Pieces
 from router.call_spec import ChatPrompt
 from router.fleet import Fleet
 from router.labels import REQUEST_ID, labels_from
@@ -88,6 +89,8 @@ class JsonEndpoint:
     async def _run(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
         try:
             await self._answer(scope, data, send, arrival_s)
+        except ClientStuck:
+            return  # the answer stays unfinished, so the server closes the connection
         except BatonError as error:
             await send_error(send, error)
         except Exception:
@@ -132,6 +135,8 @@ class GenerationApi:
                     await stream.run(call, reply)
                 else:
                     await _send_whole(send, call, reply)
+        except ClientStuck:
+            raise
         except BatonError as error:
             if not stream.begun:
                 raise
@@ -159,8 +164,8 @@ class _Stream:
                 self.begun = True
                 await start_sse(self._send, call.request_id)
             match event:
-                case Piece():
-                    await send_event(self._send, reply.piece(event))
+                case Pieces():
+                    await send_event(self._send, reply.pieces(event))
                 case ChoiceFinished():
                     await send_event(self._send, reply.end(event))
                 case CallDone():
@@ -174,8 +179,8 @@ async def _send_whole(send: Send, call: Call, reply: Reply) -> None:
     ends: list[ChoiceFinished] = []
     async for event in call:
         match event:
-            case Piece():
-                pieces.append(event)
+            case Pieces():
+                pieces += event.parts
             case ChoiceFinished():
                 ends.append(event)
             case CallDone():

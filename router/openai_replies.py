@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 from baton.request import FinishReason, Logprobs, SampledToken
-from router.call import CallDone, ChoiceFinished, Piece
+from router.call_events import CallDone, ChoiceFinished, Piece, Pieces
 from router.detokenizer import TokenTable
 
 Json = Mapping[str, object]
@@ -24,7 +24,7 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 class Reply(Protocol):
     """One call's reply in the shape of one endpoint."""
 
-    def piece(self, piece: Piece) -> Json: ...
+    def pieces(self, pieces: Pieces) -> Json: ...
     def end(self, end: ChoiceFinished) -> Json: ...
     def usage(self, done: CallDone) -> Json: ...
     def whole(self, pieces: Sequence[Piece], ends: Sequence[ChoiceFinished], done: CallDone) -> Json: ...
@@ -38,12 +38,12 @@ class ChatReply:
         self._table = table
         self._begun: set[int] = set()
 
-    def piece(self, piece: Piece) -> Json:
-        delta = {"content": piece.text}
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
+    def pieces(self, pieces: Pieces) -> Json:
+        delta = {"content": pieces.text}
+        if pieces.choice not in self._begun:
+            self._begun.add(pieces.choice)
             delta = {"role": "assistant", **delta}
-        return self._chunk([self._choice(piece.choice, delta, self._logprobs([piece]), None)])
+        return self._chunk([self._choice(pieces.choice, delta, self._logprobs(pieces.parts), None)])
 
     def end(self, end: ChoiceFinished) -> Json:
         return self._chunk([self._choice(end.choice, {}, None, _FINISH[end.finish])])
@@ -101,8 +101,8 @@ class CompletionReply:
         self._table = table
         self._offsets: dict[int, int] = {}  # characters of each choice's text so far
 
-    def piece(self, piece: Piece) -> Json:
-        return self._body([self._choice(piece.choice, [piece], None)])
+    def pieces(self, pieces: Pieces) -> Json:
+        return self._body([self._choice(pieces.choice, pieces.parts, None)])
 
     def end(self, end: ChoiceFinished) -> Json:
         return self._body([self._choice(end.choice, [], end)])
