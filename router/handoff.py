@@ -225,6 +225,9 @@ class _Attempt:
             return
         self._hold.waiting_tokens = 0
         for ready in self._merge.push(token):
+            if ready.finish is FinishReason.CANCELLED:  # by whom but us? Half an answer must not pass for a whole one
+                self._on_lost(worker, Unavailable(f"worker {worker} gave the sequence up"))
+                return
             self._clock()
             stop = self._sink.token(ready)
             if stop or ready.finish is not FinishReason.NONE:

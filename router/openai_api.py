@@ -130,7 +130,7 @@ class GenerationApi:
         stream = _Stream(send, body.include_usage)
         try:
             async with self._calls.open(spec, arrival_s) as call:
-                reply = reply_kind(call.request_id, self._model, self._calls.table)
+                reply = reply_kind(call.request_id, self._model, self._calls.table, bool(body.return_token_ids))
                 if body.stream:
                     await stream.run(call, reply)
                 else:
@@ -190,10 +190,12 @@ async def _send_whole(send: Send, call: Call, reply: Reply) -> None:
 class TokenApi:
     """Tokenise and back, with the very tokeniser that calls go through."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, max_body_bytes: int) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        self._max_tokens = max_body_bytes  # a token has at least one byte
+        self._max_tokens = (
+            spec.max_model_len
+        )  # text certain to exceed it is refused unread: 4 MB would take a thread for 2 s
 
     async def tokenize(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
         body = parse(TokenizeRequest, data)
@@ -232,7 +234,8 @@ class Pages:
         model = {"id": self._spec.name, "object": "model", "created": self._started, "owned_by": "baton"}
         limits = self._fleet.limits()
         max_model_len = limits.max_model_len if limits else self._spec.max_model_len
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": max_model_len}]})
+        ours = {"max_model_len": max_model_len, "vocab_size": self._spec.vocab_size}
+        return JSONResponse({"object": "list", "data": [{**model, **ours}]})
 
     async def healthz(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -251,7 +254,7 @@ def build_app(
 ) -> Starlette:
     """The whole HTTP side of a router."""
     generation = GenerationApi(spec.name, calls)
-    tokens = TokenApi(spec, tokenizer, config.max_body_bytes)
+    tokens = TokenApi(spec, tokenizer)
     pages = Pages(spec, fleet, metrics, calls)
     limit = config.max_body_bytes
     posts = {

@@ -18,7 +18,7 @@ from router.detokenizer import TokenTable
 Json = Mapping[str, object]
 MIN_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON cannot say
 
-_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Reply(Protocol):
@@ -33,7 +33,8 @@ class Reply(Protocol):
 class ChatReply:
     """chat.completion and chat.completion.chunk"""
 
-    def __init__(self, request_id: str, model: str, table: TokenTable) -> None:
+    def __init__(self, request_id: str, model: str, table: TokenTable, token_ids: bool) -> None:
+        self._token_ids = token_ids
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._table = table
         self._begun: set[int] = set()
@@ -43,7 +44,8 @@ class ChatReply:
         if pieces.choice not in self._begun:
             self._begun.add(pieces.choice)
             delta = {"role": "assistant", **delta}
-        return self._chunk([self._choice(pieces.choice, delta, self._logprobs(pieces.parts), None)])
+        choice = self._choice(pieces.choice, delta, self._logprobs(pieces.parts), None)
+        return self._chunk([choice | _token_ids(pieces.parts, self._token_ids)])
 
     def end(self, end: ChoiceFinished) -> Json:
         return self._chunk([self._choice(end.choice, {}, None, _FINISH[end.finish])])
@@ -63,6 +65,7 @@ class ChatReply:
                     "logprobs": self._logprobs(own),
                     "finish_reason": _FINISH[end.finish],
                 }
+                | _token_ids(own, self._token_ids)
             )
         return {**self._head, "object": "chat.completion", "choices": choices, **_usage(done)}
 
@@ -70,7 +73,7 @@ class ChatReply:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     @staticmethod
-    def _choice(choice: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+    def _choice(choice: int, delta: Json, logprobs: Json | None, finish: str | None) -> dict[str, object]:
         return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
@@ -91,7 +94,8 @@ class ChatReply:
 class CompletionReply:
     """text_completion, streamed or not"""
 
-    def __init__(self, request_id: str, model: str, table: TokenTable) -> None:
+    def __init__(self, request_id: str, model: str, table: TokenTable, token_ids: bool) -> None:
+        self._token_ids = token_ids
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -128,7 +132,7 @@ class CompletionReply:
             "text": "".join(piece.text for piece in pieces),
             "logprobs": logprobs,
             "finish_reason": _FINISH[end.finish] if end else None,
-        }
+        } | _token_ids(pieces, self._token_ids)
 
     def _logprobs(self, choice: int, pieces: Sequence[Piece]) -> Json | None:
         tokens: list[str] = []
@@ -149,6 +153,11 @@ class CompletionReply:
 
     def _name(self, token_id: int) -> str:
         return self._table.name(token_id).decode(errors="replace")
+
+
+def _token_ids(pieces: Sequence[Piece], asked: bool) -> dict[str, object]:
+    """vLLM's field, for who asked for it: every token that was counted, also those that have no text."""
+    return {"token_ids": [piece.token.token for piece in pieces if piece.token is not None]} if asked else {}
 
 
 def _with_logprobs(pieces: Sequence[Piece]) -> list[tuple[SampledToken, Logprobs]]:

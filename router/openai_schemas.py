@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from baton.errors import InvalidRequest
 from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
 
+MAX_ID_DIGITS = 10  # of a u32
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -60,6 +62,7 @@ class _Generation(_Strict):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     priority: int | None = None
+    return_token_ids: bool | None = None  # vLLM's name for it
     user: str | None = None  # a label of the caller's; neither logged nor used
 
     @property
@@ -188,7 +191,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
     """JSON keys are strings."""
     result: dict[int, float] = {}
     for key, value in biases.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise InvalidRequest("logit_bias has a key that is no token id", field="logit_bias")
         result[int(key)] = value
     return result

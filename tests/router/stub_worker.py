@@ -40,6 +40,7 @@ class Script:
     fail_after: tuple[int, BatonError] | None = None  # (tokens said, error)
     duplicate: bool = False  # each token is said twice
     skip_index: int | None = None  # this token is never said
+    give_up_at: int | None = None  # this token is flagged as the last of a cancelled sequence
     silent: bool = False  # heartbeats and everything else go unanswered
     prefill_gate: asyncio.Event = field(default_factory=_open_gate)
     decode_gate: asyncio.Event = field(default_factory=_open_gate)
@@ -230,6 +231,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             finish = serving_pb2.FINISH_REASON_STOP
         elif index + 1 == sampling.max_tokens:
             finish = serving_pb2.FINISH_REASON_LENGTH
+        if index == self.script.give_up_at:
+            finish = serving_pb2.FINISH_REASON_CANCELLED
         step = worker_pb2.Step(seq=[request.seq], index=[index], token=[token], flags=[finish])
         if sampling.HasField("num_logprobs"):
             top_ids = [token, *range(3, 2 + sampling.num_logprobs)]

@@ -197,6 +197,41 @@ async def test_a_decode_worker_that_dies_mid_stream_ends_the_call_naming_it(rig:
     assert answer.done is None
 
 
+async def test_half_an_answer_never_passes_for_a_whole_one(rig: Rig) -> None:
+    """A worker ends a sequence as cancelled that nobody here cancelled."""
+    rig.decode.script.give_up_at = 3
+    answer = await rig.generate(request(max_tokens=10))
+    reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 10})
+    assert answer.token_ids == [300, 301, 302]
+    assert answer.done is None
+    assert answer.status is not None
+    assert answer.status.code() is grpc.StatusCode.UNAVAILABLE
+    assert reply.status_code == 503
+    await rig.idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_token_ids_come_over_http_only_if_asked_for(rig: Rig, path: str, body: dict[str, object]) -> None:
+    plain = (await rig.post(path, body | {"max_tokens": 5})).json()["choices"][0]
+    asked = body | {"max_tokens": 5, "return_token_ids": True}
+    whole = (await rig.post(path, asked)).json()["choices"][0]
+    events = await rig.events(path, asked)
+    streamed = [token_id for e in events if e.get("choices") for token_id in e["choices"][0].get("token_ids", [])]
+    assert "token_ids" not in plain
+    assert whole["token_ids"] == streamed == list(range(300, 305))
+
+
+async def test_the_model_list_says_context_and_vocabulary(rig: Rig) -> None:
+    (model,) = (await rig.http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"], model["vocab_size"]) == ("tiny", 2048, 512)
+
+
 async def test_a_prefill_worker_that_fails_after_adoption_does_not_end_the_call(rig: Rig) -> None:
     """The link broke between adoption and Ack: prefill reports a failed transfer, decode has the sequence."""
     rig.prefill.script.fail_handoff = TransferFailed("the Ack did not come")
