@@ -22,6 +22,8 @@ MAX_LOOPS = 100_000  # steps of all ranges in one rendering; messages of one cal
 MAX_PRODUCT_CHARS = 1 << 20  # the largest string a template may build by repetition
 MAX_RENDERED_CHARS = 16 << 20  # four times the largest body: quoting doubles, a role name per message adds
 
+MAX_REASON_CHARS = 200  # of a refusal's reason; a template may quote a whole message in it
+
 
 class _Refused(Exception):
     """The template called raise_exception."""
@@ -89,7 +91,9 @@ class ChatTemplate:
                 if num_chars > MAX_RENDERED_CHARS:
                     raise _Refused(f"the prompt exceeds {MAX_RENDERED_CHARS} characters")
         except _Refused as error:
-            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", field=field) from None
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {_short(error)}", field=field
+            ) from None
         except (
             jinja2.TemplateError,
             TypeError,
@@ -99,8 +103,15 @@ class ChatTemplate:
             ArithmeticError,
             RecursionError,
         ) as error:
-            raise InvalidRequest(f"the model's chat template fails on the messages: {error}", field=field) from error
+            raise InvalidRequest(
+                f"the model's chat template fails on the messages: {_short(error)}", field=field
+            ) from error
         return "".join(pieces)
+
+
+def _short(error: Exception) -> str:
+    """A template's words may quote a message."""
+    return str(error)[:MAX_REASON_CHARS]
 
 
 def _raise(message: str) -> NoReturn:

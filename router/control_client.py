@@ -48,7 +48,7 @@ class ControlClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _watch(self) -> None:
-        told = True  # one line per outage
+        told = False  # one line per outage
         while True:
             try:
                 async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:

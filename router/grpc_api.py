@@ -28,7 +28,7 @@ from router.call_events import CallDone, ChoiceFinished, Pieces
 from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
 from router.detokenizer import TokenTable
 from router.fleet import Endpoint, Fleet
-from router.grpc_errors import error_detail, status_code, trailing_metadata
+from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
 from router.labels import labels_from
 from router.validate import MAX_TIMEOUT_S
 
@@ -63,7 +63,7 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
             async with self._calls.open(spec, arrival_s) as call:
                 await self._stream(call, context)
         except ClientStuck as error:
-            await context.abort(status_code(error), error.message)
+            await context.abort(status_code(error), status_message(error))
         except BatonError as error:
             if not opened:
                 self._calls.refused("grpc", error)
@@ -92,7 +92,7 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
         num_aborted = self._calls.abort(request.request_id) if request.request_id else 0
         if not num_aborted:
             error = NotFound("no running call carries this request_id", field="request_id")
-            await context.abort(status_code(error), error.message, trailing_metadata(error))
+            await context.abort(status_code(error), status_message(error), trailing_metadata(error))
         return serving_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(
@@ -153,7 +153,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         try:
-            self.port = self._server.add_insecure_port(f"{config.host}:{config.grpc_port}")
+            self.port = self._server.add_insecure_port(_address(config.host, config.grpc_port))
         except RuntimeError:
             raise ConfigError(
                 f"gRPC port {config.grpc_port} on {config.host} cannot be bound (in use?); choose another with --grpc-port",
@@ -170,6 +170,10 @@ class GrpcServer:
 
     async def stop(self) -> None:
         await self._server.stop(SHUTDOWN_S)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def _metadata(context: Context) -> Mapping[str, str]:
 
 async def _fail(context: Context, error: BatonError) -> NoReturn:
     await context.write(serving_pb2.GenerateResponse(error=error_detail(error)))
-    await context.abort(status_code(error), error.message, trailing_metadata(error))
+    await context.abort(status_code(error), status_message(error), trailing_metadata(error))
 
 
 def _done(call: Call, event: CallDone, ends: list[ChoiceFinished]) -> serving_pb2.Done:

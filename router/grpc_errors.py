@@ -17,7 +17,14 @@ from baton.errors import BatonError
 from baton.v1 import rpc_status_pb2, serving_pb2
 
 DOMAIN = "baton"
+# Clients refuse trailers over 8 KiB. The message is in them three times, once at up to 12 bytes per character (percent-encoded).
+MAX_MESSAGE_CHARS = 300
 _GOOGLE = "type.googleapis.com/google.rpc."
+
+
+def status_message(error: BatonError) -> str:
+    """What the status says; the whole message is in the stream's error event."""
+    return error.message[:MAX_MESSAGE_CHARS]
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
@@ -46,12 +53,12 @@ def _status(error: BatonError) -> rpc_status_pb2.RpcStatus:
     details = [_packed("ErrorInfo", rpc_status_pb2.RpcErrorInfo(reason=error.code.upper(), domain=DOMAIN,
                                                                metadata={"field": error.field}))]  # fmt: skip
     if error.field:
-        violation = rpc_status_pb2.RpcBadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = rpc_status_pb2.RpcBadRequest.FieldViolation(field=error.field, description=status_message(error))
         details.append(_packed("BadRequest", rpc_status_pb2.RpcBadRequest(field_violations=[violation])))
     if error.retry_after_s:
         delay = Duration(nanos=round(error.retry_after_s % 1 * 1e9), seconds=int(error.retry_after_s))
         details.append(_packed("RetryInfo", rpc_status_pb2.RpcRetryInfo(retry_delay=delay)))
-    return rpc_status_pb2.RpcStatus(code=status_code(error).value[0], message=error.message, details=details)
+    return rpc_status_pb2.RpcStatus(code=status_code(error).value[0], message=status_message(error), details=details)
 
 
 def _packed(name: str, message: Message) -> Any:

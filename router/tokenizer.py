@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from baton.errors import InvalidRequest
 from router.chat_template import ChatTemplate
-from router.detokenizer import TextStream, TokenTable
+from router.detokenizer import TokenTable
 from router.untrusted_text import UntrustedText, unguessable
 
 NUM_THREADS = 2  # one long prompt must not hold up every short one
@@ -68,8 +68,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of whole answers and of /v1/detokenize; equal to the joined pieces of a stream."""
-        stream = TextStream(self.table)
-        return "".join(stream.push(token_id) for token_id in token_ids) + stream.finish(cut=False)
+        return b"".join([self.table.token_bytes[token_id] for token_id in token_ids]).decode(errors="replace")
 
     def _encode(self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool) -> tuple[int, ...]:
         self._check_length(text, field, max_tokens)

@@ -14,6 +14,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.model_files import ModelFiles
 from baton.v1 import rpc_status_pb2, serving_pb2, worker_pb2
 from router.chat_template import ChatTemplate
+from router.detokenizer import TextStream
 from tests.router.router_rig import Rig, request, running_rig
 from tests.router.stub_worker import StubWorker
 
@@ -55,6 +56,7 @@ USER = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"9" * 5_000: 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
         (TEXT, {"prompt": "a", "priority": 1_000}, "priority"),
         (TEXT, {"prompt": "a", "echo": True}, "echo"),
@@ -225,6 +227,30 @@ async def test_a_client_that_stops_in_the_middle_of_its_body_harms_nobody(rig: R
     assert reply.status_code == 200
 
 
+async def test_a_body_that_never_comes_whole_is_refused_after_a_while(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.asgi.READ_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.front_end.http_port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    answer = await reader.readuntil(b"}}")
+    writer.close()
+    await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"body is not complete" in answer
+
+
+async def test_tokenising_and_back_are_bounded_and_equal_to_the_stream(rig: Rig) -> None:
+    too_long = await rig.post("/v1/tokenize", {"prompt": "a" * 1_000_000})
+    assert too_long.status_code == 400
+    assert "the limit is" in too_long.json()["error"]["message"]
+    table = rig.front_end.calls.table
+    ids = [*range(3, 200), *range(3, 200)]
+    stream = TextStream(table)
+    joined = "".join(stream.push(token_id) for token_id in ids) + stream.finish(cut=False)
+    assert (await rig.post("/v1/detokenize", {"tokens": ids})).json() == {"prompt": joined}
+
+
 # -- chat templates ----------------------------------------------------------------------------------------------------
 
 
@@ -235,9 +261,21 @@ def test_a_template_that_refuses_says_why() -> None:
     assert refused.value.field == "messages"
 
 
+async def test_a_refusal_that_quotes_a_message_is_short_enough_for_every_client(rig: Rig) -> None:
+    rig.front_end.tokenizer._template = ChatTemplate("{{ raise_exception(messages[0]['content']) }}", {})
+    chat = serving_pb2.Chat(messages=[serving_pb2.ChatMessage(role="user", content="\U0001f468" * 5_000)])
+    answer = await rig.generate(serving_pb2.GenerateRequest(chat=chat))
+    assert answer.status is not None
+    assert answer.status.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert answer.error is not None
+    assert len(answer.error.message) < 300
+
+
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ messages[7]['content'].x }}",
+        "{{ '{0}'.format() }}",
         "{% for i in range(10**9) %}x{% endfor %}",
         "{% for i in range(1000) %}{% for j in range(1000) %}x{% endfor %}{% endfor %}",
         "{{ 'x' * 1000000000 }}",
