@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 log = get_log("worker.sessions")
 
+STREAM_ENDED = "stream ended"  # by the router: the one end that needs no error
 OPEN_TIMEOUT_S = 5.0  # a stream that does not open itself is dropped; a router opens at once
 
 
@@ -51,19 +51,26 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            session.close("stream ended")
+            session.close(STREAM_ENDED)
+            self._host.sessions.closed(session)  # before any await: a second cancel must not skip it
             for task in (reader, writer):
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
-            self._host.sessions.closed(session)
-        if session.drop_reason != "stream ended":
+        if session.drop_reason != STREAM_ENDED:
             await context.abort(grpc.StatusCode.UNAVAILABLE, session.drop_reason)
 
     async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest], session: RouterSession) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+        try:
             async for request in requests:
+                if session.is_closed:  # what a router sent on a stream that it has replaced
+                    return
                 session.last_heard_s = time.monotonic()
                 self._host.on_session(session, request)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return
+        except Exception:  # the RPC boundary: a defect ends this Session and its sequences, not the worker
+            log.exception("session_failed", router=session.router_id)
+            session.close("a message of this router could not be handled")
 
     async def _write(
         self,

@@ -1,7 +1,8 @@
 """Sessions: one bidirectional stream per router, one message per engine step.
 
 Each router has a bounded outbox (bytes and age); a router that does not keep up loses its Session, and with it its
-sequences, so that it cannot hold this worker's memory or delay other routers. Runs on the event loop.
+sequences, so that it cannot hold this worker's memory or delay other routers. A sequence lives and dies with the stream it
+came on: when a router opens again, it has given its old calls up. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class RouterSession:
         self._outbox: deque[tuple[float, int, worker_pb2.SessionEvent]] = deque()
         self._num_bytes = 0
         self._wake = asyncio.Event()
-        self._closed = False
         self._closed_event = asyncio.Event()
         self._step: worker_pb2.Step | None = None
 
@@ -59,9 +59,16 @@ class RouterSession:
             self._step = worker_pb2.Step()
         self._step.ended.append(message)
 
+    def refused(self, seq: int, error: BatonError) -> None:
+        self.send(worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=seq, error=error_to_pb(error))))
+
     @property
     def has_unsent(self) -> bool:
         return self._step is not None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed_event.is_set()
 
     def flush(self, step: int, load: worker_pb2.Load) -> None:
         """Send what the step under way has gathered, if anything."""
@@ -72,7 +79,7 @@ class RouterSession:
             self._step = None
 
     def send(self, event: worker_pb2.SessionEvent) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         size = event.ByteSize()
         self._outbox.append((time.monotonic(), size, event))
@@ -86,8 +93,7 @@ class RouterSession:
             self.close(f"outbox {self._max_age_s:g} s behind")
 
     def close(self, reason: str) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.is_closed:
             self.drop_reason = reason
             self._wake.set()
             self._closed_event.set()
@@ -97,14 +103,14 @@ class RouterSession:
 
     async def events(self) -> AsyncIterator[worker_pb2.SessionEvent]:
         """What to write to the stream; ends when the session is closed."""
-        while not self._closed:
-            while self._outbox and not self._closed:
+        while not self.is_closed:
+            while self._outbox and not self.is_closed:
                 _, size, event = self._outbox[0]
                 yield event
                 self._outbox.popleft()
                 self._num_bytes -= size
             self._wake.clear()
-            if not self._outbox and not self._closed:
+            if not self._outbox and not self.is_closed:
                 await self._wake.wait()
 
 
@@ -118,22 +124,28 @@ class Sessions:
         self._by_epoch: dict[int, RouterSession] = {}
 
     def open(self, router_id: str, router_epoch: int) -> RouterSession:
-        """A router that opens again replaces its old stream; its sequences live on."""
+        """A router that opens again ends its old stream, and what it had submitted on it."""
         old = self._by_epoch.get(router_epoch)
         if old is not None:
             old.close("replaced by a newer stream of the same router")
+            self.closed(old)
         session = RouterSession(router_id, router_epoch, max_bytes=self._max_bytes, max_age_s=self._max_age_s)
         self._by_epoch[router_epoch] = session
         log.info("session_opened", router=router_id, router_epoch=f"{router_epoch:08x}")
         return session
 
     def closed(self, session: RouterSession) -> None:
-        """The stream has ended, whoever ended it; called once per session by the stream itself."""
+        """The stream has ended, whoever ended it. Idempotent."""
         if self._by_epoch.get(session.router_epoch) is not session:
             return
         del self._by_epoch[session.router_epoch]
         log.info("session_closed", router=session.router_id, reason=session.drop_reason)
         self._on_lost(session.router_epoch)
+
+    def forgive(self, stall_s: float) -> None:
+        """Do not count time in which our own loop stood still as silence."""
+        for session in self._by_epoch.values():
+            session.last_heard_s += stall_s
 
     def check(self, now_s: float, silence_limit_s: float) -> None:
         """Close sessions of routers that are silent or too slow."""
@@ -175,4 +187,4 @@ class Sessions:
     def refused(self, seq: int, error: BatonError) -> None:
         session = self._by_epoch.get(seq >> 32)
         if session is not None:
-            session.send(worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=seq, error=error_to_pb(error))))
+            session.refused(seq, error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from baton.config import EngineConfig, KVTransferConfig, WorkerConfig
 from baton.kv_layout import KVLayout
@@ -15,6 +16,7 @@ from worker.server import LoadedModel, WorkerServer
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
 EOS = 7
+PATIENCE_S = 60.0  # generous: tests wait for behaviour, they do not time it
 SPEC = ModelSpec(
     name="scripted", architecture="llama", num_layers=2, hidden_size=32, ffn_size=64, num_heads=2, num_kv_heads=2,
     head_dim=16, vocab_size=1_000, rope_theta=10_000.0, norm_eps=1e-5, max_model_len=2_048, tie_embeddings=True,
@@ -36,9 +38,24 @@ class ScriptedWorker:
         return worker_pb2.Peer(worker_id=self.config.worker_id, epoch=self.server.epoch, address=self.server.address)
 
 
-def worker_config(worker_id: str, role: str, **kv: object) -> WorkerConfig:
-    transfer = dataclasses.replace(KVTransferConfig(transport="loopback"), **kv)  # type: ignore[arg-type]
-    return WorkerConfig(worker_id, role=role, engine=EngineConfig(chunk_tokens=64), kv=transfer)
+def worker_config(
+    worker_id: str,
+    role: str,
+    *,
+    max_queued_seqs: int = 1_024,
+    outbox_bytes: int = 4 << 20,
+    port: int = 0,
+    **kv: object,
+) -> WorkerConfig:
+    """A worker of this process; `kv` are fields of KVTransferConfig."""
+    return WorkerConfig(
+        worker_id,
+        role=role,
+        port=port,
+        outbox_bytes=outbox_bytes,
+        engine=EngineConfig(chunk_tokens=64, max_queued_seqs=max_queued_seqs),
+        kv=dataclasses.replace(KVTransferConfig(transport="loopback"), **kv),  # type: ignore[arg-type]
+    )
 
 
 @contextlib.asynccontextmanager
@@ -53,3 +70,10 @@ async def running(*workers: ScriptedWorker) -> AsyncIterator[None]:
     finally:
         for worker in reversed(started):
             worker.server.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody announces to tests."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
