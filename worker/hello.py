@@ -44,6 +44,5 @@ def check_hello(mine: kv_pb2.Hello, theirs: kv_pb2.Hello) -> PeerRefused | None:
         )
     if not 1 <= theirs.num_slots <= MAX_SLOTS:
         return PeerRefused(f"num_slots is {theirs.num_slots}; the limits are 1 and {MAX_SLOTS}", field="num_slots")
-    if not theirs.worker_id or not theirs.epoch or not theirs.ucx_address:
-        return PeerRefused("worker_id, epoch and ucx_address must be set", field="worker_id")
-    return None
+    missing = next((name for name in ("worker_id", "epoch", "ucx_address") if not getattr(theirs, name)), None)
+    return PeerRefused(f"{missing} must be set", field=missing) if missing else None

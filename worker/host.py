@@ -142,6 +142,8 @@ class WorkerHost:
             now_s = time.monotonic()
             if now_s - before_s < STALL_S:
                 self.sessions.check(now_s, silence_limit_s)
+            else:
+                self.sessions.forgive(now_s - before_s)
             with self._fatal_if_it_raises():
                 for role in self._roles:
                     role.on_tick()
@@ -187,9 +189,10 @@ class WorkerHost:
     def on_session(self, session: RouterSession, request: worker_pb2.SessionRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "submit":
-            self._on_submit(request.submit)
+            self._on_submit(session, request.submit)
         elif kind == "cancel":
-            self._on_cancel(request.cancel.seq)
+            if request.cancel.seq >> 32 == session.router_epoch:
+                self._on_cancel(request.cancel.seq)
         elif kind == "heartbeat":
             reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self.load())
             session.send(worker_pb2.SessionEvent(heartbeat=reply))
@@ -199,12 +202,14 @@ class WorkerHost:
             self.draining = request.drain.draining
             log.info("draining", draining=self.draining)
         elif kind == "peers":
-            self.links.want(list(request.peers.decode))
+            self.links.want(session.router_epoch, list(request.peers.decode))
         self._flush(step=0)
 
-    def _on_submit(self, submit: worker_pb2.Submit) -> None:
+    def _on_submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
         seq = submit.request.seq
         try:
+            if seq >> 32 != session.router_epoch:
+                raise InvalidRequest("seq must begin with the router_epoch of its Session", field="seq")
             request = request_from_pb(submit.request)
             deadline_s = self.now_s() + submit.ttl_ms / 1_000
             if not submit.HasField("decode"):
@@ -212,15 +217,16 @@ class WorkerHost:
             elif request.num_tokens_left == 1:  # the prefill's own token is all: no decode worker is needed
                 self._prefill.on_submit(request, "", deadline_s)
             else:
-                self._prefill.on_submit(request, self.links.open(submit.decode), deadline_s)
+                self._prefill.on_submit(request, self.links.open(submit.decode, session.router_epoch), deadline_s)
         except BatonError as error:
-            self.sessions.refused(seq, error)
+            session.refused(seq, error)
 
     def _on_cancel(self, seq: int) -> None:
         for role in self._roles:
             role.on_cancel(seq)
 
     def _on_router_lost(self, router_epoch: int) -> None:
+        self.links.forget_router(router_epoch)
         for role in self._roles:
             role.on_router_lost(router_epoch)
 

@@ -118,7 +118,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         self._hello_timeout_s = hello_timeout_s
         self._links: dict[str, PeerLink] = {}
         self._openers: dict[str, asyncio.Task[None]] = {}
-        self._wanted: dict[str, worker_pb2.Peer] = {}
+        self._wanted: dict[int, dict[str, worker_pb2.Peer]] = {}  # by router epoch, then by key
 
     # --- LinkPort ---
 
@@ -139,39 +139,54 @@ class Links(kv_pb2_grpc.KvLinkServicer):
     def key_of(peer: worker_pb2.Peer) -> str:
         return f">{peer.worker_id}/{peer.epoch:016x}"
 
-    def want(self, peers: list[worker_pb2.Peer]) -> None:
-        """Keep a link open to each of these; forget others once they are lost."""
-        self._wanted = {self.key_of(peer): peer for peer in peers}
-        for key in self._wanted:
+    def want(self, router_epoch: int, peers: list[worker_pb2.Peer]) -> None:
+        """Keep a link open to each of these; forget others once they are lost and no router wants them."""
+        self._wanted[router_epoch] = {self.key_of(peer): peer for peer in peers}
+        self._forget_refused()
+        for key in self._wanted[router_epoch]:
             self._ensure(key)
 
-    def open(self, peer: worker_pb2.Peer) -> str:
-        """The key of the link to `peer`, started now if there is none.
+    def forget_router(self, router_epoch: int) -> None:
+        self._wanted.pop(router_epoch, None)
+        self._forget_refused()
+
+    def open(self, peer: worker_pb2.Peer, router_epoch: int) -> str:
+        """The key of the link to `peer`, started now if there is none; that router wants it from now on.
 
         Raises:
             PeerRefused: the two do not fit.
             Unavailable: the link is down and being retried.
         """
         key = self.key_of(peer)
+        self._wanted.setdefault(router_epoch, {}).setdefault(key, peer)
+        self._ensure(key)
         link = self._links.get(key)
         if link is not None and link.state is State.REFUSED and link.error is not None:
             raise link.error
         if link is not None and link.state is State.LOST:
             raise Unavailable(f"link to {peer.worker_id} is down: {link.reason}", retry_after_s=1.0)
-        self._wanted.setdefault(key, peer)
-        self._ensure(key)
         return key
 
     def _ensure(self, key: str) -> None:
-        task = self._openers.get(key)
-        if task is None or task.done():
-            self._openers[key] = asyncio.create_task(self._keep_open(key), name=f"link {key}")
+        link = self._links.get(key)
+        if key not in self._openers and (link is None or link.state is not State.REFUSED):
+            task = asyncio.create_task(self._keep_open(key), name=f"link {key}")
+            self._openers[key] = task
+            task.add_done_callback(lambda _: self._openers.pop(key))
+
+    def _wish(self, key: str) -> worker_pb2.Peer | None:
+        """The peer behind `key`, if some router wants a link to it."""
+        return next((peers[key] for peers in self._wanted.values() if key in peers), None)
+
+    def _forget_refused(self) -> None:
+        for key, link in list(self._links.items()):
+            if link.state is State.REFUSED and self._wish(key) is None:
+                del self._links[key]
 
     async def _keep_open(self, key: str) -> None:
         """Open the link, and again when it is lost, as long as it is wanted."""
         backoff_s = FIRST_BACKOFF_S
-        while key in self._wanted:
-            peer = self._wanted[key]
+        while (peer := self._wish(key)) is not None:
             link = PeerLink(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
             self._links[key] = link
             started_s = time.monotonic()
@@ -361,7 +376,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 self._lose(link, WorkerLost(f"{worker_id} restarted"))
 
     async def close(self) -> None:
-        self._wanted = {}
+        self._wanted.clear()
         tasks = list(self._openers.values())
         for task in tasks:
             task.cancel()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
+import pytest
 
-from baton.errors import BatonError
+from baton.errors import BatonError, PeerRefused, Unavailable, WorkerLost
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from baton.wire import PROTOCOL_VERSION
-from worker.links import Links
+from tests.worker.scripted_worker import until
+from worker.hello import check_hello
+from worker.links import Links, PeerLink, State
 
-PATIENCE_S = 30.0  # generous: tests wait for behaviour, they do not time it
 ROUTER, OTHER_ROUTER = 1, 2  # router epochs
 
 LAYOUT = kv_pb2.KvLayout(num_layers=2, num_components=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32")
@@ -38,6 +42,10 @@ class Listener:
     lost: list[tuple[str, BatonError]] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     defect: bool = False
+
+    def forget(self) -> None:
+        for noted in (self.ready, self.lost, self.heard):
+            noted.clear()
 
     def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> None:
         kind = message.WhichOneof("message") or ""
@@ -106,28 +114,137 @@ async def two_ends(**fields: object) -> AsyncIterator[tuple[End, End]]:
             await end.server.stop(None)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 RESERVE = kv_pb2.LinkMessage(reserve=kv_pb2.Reserve(ttl_ms=1))
 GRANT = kv_pb2.LinkMessage(grant=kv_pb2.Grant())
 
 
 async def test_a_defect_in_handling_a_message_loses_the_link_on_both_ends_and_it_comes_back() -> None:
     async with two_ends() as (p, d):
-        key = p.links.open(d.peer)
+        key = p.links.open(d.peer, ROUTER)
         back = "<p/" + f"{p.epoch:016x}"
         await until(lambda: p.listener.ready == [key] and d.listener.ready == [back])
         for end, peer, message in ((p, key, RESERVE), (d, back, GRANT)):
             other = d if end is p else p
-            num_ready, num_lost = len(p.listener.ready), [len(e.listener.lost) for e in (p, d)]
+            for listener in (p.listener, d.listener):
+                listener.forget()
             other.listener.defect = True
             assert end.links.send(peer, message)
-            await until(lambda n=num_lost: all(len(e.listener.lost) > k for e, k in zip((p, d), n, strict=True)))
+            await until(lambda: bool(p.listener.lost and d.listener.lost))
             other.listener.defect = False
-            await until(lambda n=num_ready: len(p.listener.ready) > n and len(d.listener.ready) > n)
+            await until(lambda: bool(p.listener.ready and d.listener.ready))
             assert end.links.send(peer, message)
-            await until(lambda o=other: len(o.listener.heard) > 0)
+            await until(partial(bool, other.listener.heard))
+
+
+async def test_what_one_router_wants_is_not_forgotten_because_another_wants_less() -> None:
+    async with two_ends() as (p, d):
+        p.links.want(ROUTER, [d.peer])
+        p.links.want(OTHER_ROUTER, [])
+        await until(lambda: len(p.listener.ready) == 1)
+        p.links.on_pair_lost(p.listener.ready[0], nonce_of(p), "test")
+        await until(lambda: len(p.listener.ready) == 2)
+
+
+async def test_links_that_nobody_wants_any_more_are_forgotten_once_they_are_lost() -> None:
+    async with two_ends() as (p, d):
+        p.links.want(ROUTER, [d.peer])
+        p.links.open(d.peer, OTHER_ROUTER)
+        await until(lambda: len(p.listener.ready) == 1)
+        for router in (ROUTER, OTHER_ROUTER):
+            p.links.forget_router(router)
+        p.links.on_pair_lost(p.listener.ready[0], nonce_of(p), "test")
+        await until(lambda: not (p.links._links or p.links._openers or p.links._wanted or d.links._links))
+
+
+async def test_a_refused_peer_is_not_asked_again_while_its_epoch_stays_and_then_forgotten() -> None:
+    async with two_ends(rope="other") as (p, d):
+        for _ in range(3):
+            p.links.want(ROUTER, [d.peer])
+            await until(lambda: bool(p.listener.lost))
+            with pytest.raises(PeerRefused, match="rope"):
+                p.links.open(d.peer, ROUTER)
+        await until(lambda: not p.links._openers)
+        assert len(p.listener.lost) == 1
+        assert [status.state for status in p.links.statuses()] == ["refused"]
+        restarted = worker_pb2.Peer(worker_id="d", epoch=d.epoch + 1, address=d.peer.address)
+        p.links.want(ROUTER, [restarted])
+        assert p.links.statuses() == []
+
+
+async def test_an_unreachable_peer_fails_within_its_time_and_harms_no_other() -> None:
+    async with two_ends() as (p, d):
+        silent = socket.create_server(("127.0.0.1", 0))  # connects, never answers
+        port = silent.getsockname()[1]
+        p.links.want(ROUTER, [worker_pb2.Peer(worker_id="x", epoch=9, address=f"127.0.0.1:{port}"), d.peer])
+        await until(lambda: bool(p.listener.ready and p.listener.lost))
+        assert p.listener.ready == [p.links.key_of(d.peer)]
+        assert isinstance(p.listener.lost[0][1], WorkerLost)
+        with pytest.raises(Unavailable, match="is down"):
+            p.links.open(worker_pb2.Peer(worker_id="x", epoch=9), ROUTER)
+        silent.close()
+
+
+async def test_a_data_path_that_never_comes_up_loses_the_link_with_its_reason() -> None:
+    async with two_ends() as (p, d):
+        p.path_works = d.path_works = False
+        key = p.links.open(d.peer, ROUTER)
+        await until(lambda: p.num_connects > 0 and d.num_connects > 0)
+        p.links.on_pair_lost(key, nonce_of(p), "no probe frame came through")
+        await until(lambda: bool(d.listener.lost))
+        assert p.listener.ready == []
+        assert "no probe frame" in p.links.statuses()[0].reason
+        p.path_works = d.path_works = True
+        await until(lambda: p.listener.ready == [key])
+
+
+async def test_a_hello_that_comes_after_the_link_was_lost_opens_no_data_path() -> None:
+    async with two_ends() as (p, d):
+        link = PeerLink(p.links.key_of(d.peer), d.peer, opener=True, nonce=5, state=State.LOST)
+        assert not p.links._on_message(link, kv_pb2.LinkMessage(hello=hello_of("d", d.epoch)))
+        assert p.num_connects == 0
+
+
+def nonce_of(end: End) -> int:
+    return next(iter(end.links._links.values())).nonce
+
+
+FIELDS: dict[str, object] = {
+    "protocol_version": PROTOCOL_VERSION + 1,
+    "transport_kind": "ucx",
+    "weights_hash": "x",
+    "tokenizer_hash": "x",
+    "rope": "x",
+    "quantization": "x",
+    "speculation": "x",
+    "tp_rank": 1,
+    "tp_size": 2,
+    "layout.num_layers": 3,
+    "layout.num_components": 1,
+    "layout.num_kv_heads": 1,
+    "layout.head_dim": 8,
+    "layout.block_size": 32,
+    "layout.dtype": "bfloat16",
+    "frame_bytes": 1,
+    "num_slots": 65,
+    "worker_id": "",
+    "epoch": 0,
+    "ucx_address": b"",
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_that_does_not_fit_is_refused_by_its_name(name: str) -> None:
+    mine, theirs = hello_of("p", 10), hello_of("d", 20)
+    assert check_hello(mine, theirs) is None
+    owner, _, attribute = name.rpartition(".")
+    setattr(theirs.layout if owner else theirs, attribute, FIELDS[name])
+    refusal = check_hello(mine, theirs)
+    assert refusal is not None
+    assert refusal.field == name
+    assert name in refusal.message
+
+
+def test_no_field_of_a_hello_goes_unchecked() -> None:
+    free = {"pair_nonce", "require_rdma", "layout"}  # drawn per pair; judged where the transport starts; by its fields
+    names = {field.name for field in kv_pb2.Hello.DESCRIPTOR.fields} - free
+    assert names | {f"layout.{field.name}" for field in kv_pb2.KvLayout.DESCRIPTOR.fields} == set(FIELDS)
