@@ -70,9 +70,15 @@ class JsonLines(logging.Formatter):
 
 
 def configure(process: str, level: str = "info") -> None:
-    """Send this process's logs to stderr; called once by a process's entry. Levels: debug, info, warning, error."""
+    """Send this process's logs to stderr; called once by a process's entry. Levels: debug, info, warning, error.
+
+    Warnings of libraries (uvicorn, asyncio, grpc) that nobody else handles come out in the same shape.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process))
+    logging.lastResort = logging.StreamHandler(sys.stderr)
+    logging.lastResort.setLevel(logging.WARNING)
+    logging.lastResort.setFormatter(handler.formatter)
     root = logging.getLogger("baton")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -162,6 +162,8 @@ def _check_labels(labels: CallLabels) -> None:
         check_text(field, text)
         if len(text) > MAX_LABEL_CHARS:
             raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_LABEL_CHARS}", field=field)
+        if any(ord(character) < 32 or ord(character) == 127 for character in text):  # it is echoed in a header
+            raise InvalidRequest(f"{field} contains a control character", field=field)
     for field, target in (("slo.ttft_ms", labels.slo_ttft_ms), ("slo.tpot_ms", labels.slo_tpot_ms)):
         if target is not None:
             _TARGET_MS.check(field, target)

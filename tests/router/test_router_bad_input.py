@@ -107,6 +107,7 @@ async def test_stream_options_without_stream_are_refused(rig: Rig) -> None:
         (serving_pb2.GenerateRequest(prompt="a", stop=[""]), "stop"),
         (serving_pb2.GenerateRequest(prompt="a", slo=serving_pb2.Slo(class_name="gold")), "slo.class_name"),
         (serving_pb2.GenerateRequest(prompt="a", request_id="x" * 300), "request_id"),
+        (serving_pb2.GenerateRequest(prompt="a", request_id="x\r\ny: z"), "request_id"),
     ],
 )
 async def test_grpc_names_the_field_in_event_and_status(

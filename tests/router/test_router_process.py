@@ -143,6 +143,37 @@ async def test_a_drain_that_takes_too_long_ends_and_an_idle_one_ends_at_once(fil
         await asyncio.wait_for(rig.front_end.drain(asyncio.Event()), 10)  # the limit is 600 s
 
 
+async def test_every_line_that_a_router_logs_is_json_and_none_has_a_prompt_in_it(model_dir: Path) -> None:
+    worker = await StubWorker("b0").start()
+    command = [sys.executable, "-m", "router.main", "--model", str(model_dir), "--workers", worker.address]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--http-port", "0", "--grpc-port", "0", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await process.stdout.readline())
+        base_url = f"http://127.0.0.1:{ready['http_port']}"
+        async with httpx.AsyncClient(base_url=base_url, timeout=30) as client:
+            for body in ({"prompt": "my secret"}, {"prompt": "my secret", "stop": ""}, {"prompt": ["my secret"] * 2}):
+                await client.post("/v1/completions", json={**body, "max_tokens": 3})
+        _, writer = await asyncio.open_connection("127.0.0.1", ready["http_port"])
+        writer.write(b"no http at all\r\n\r\n")  # the server library warns of it
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        async with httpx.AsyncClient(base_url=base_url, timeout=30) as client:
+            await client.get("/healthz")
+        process.terminate()
+        _, logs = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await worker.kill()
+    events = [json.loads(line)["event"] for line in logs.splitlines()]
+    assert {"router_started", "call_ended", "call_refused", "Invalid HTTP request received."} <= set(events)
+    assert b"secret" not in logs
+
+
 @pytest.mark.parametrize("taken_option", ["http", "grpc"])
 async def test_a_taken_port_leaves_nothing_open_behind_it(files: ModelFiles, taken_option: str) -> None:
     with socket.socket() as taken:
