@@ -56,29 +56,32 @@ class RunFolder:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.chmod(0o700)
-            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"cannot use {self.path}: {error.strerror}; set BATON_HOME to a folder of yours"
             ) from error
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(lock_fd)
             raise ConfigError(
                 f"a cluster with admin port {self.path.name} is already running; stop it, or start another one with"
                 " --admin-port, --http-port and --grpc-port",
                 field="controller.admin_port",
             ) from None
+        self._lock_fd = lock_fd
         self._remove_all_but(_KEEP)
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(mode=0o700)
 
     def release(self, *, remove: bool) -> None:
-        """Give the folder up: drop what belongs to the run, or everything."""
+        """Give the folder up: drop what belongs to the run, or everything. Nothing where `take` failed: it is another's."""
+        if self._lock_fd is None:
+            return
         self._remove_all_but(() if remove else _KEEP)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        os.close(self._lock_fd)
+        self._lock_fd = None
         if remove:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -18,9 +18,11 @@ from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2
 from cli.chat import stream_chat
 from cli.checks import check_memory, check_port, check_shared_memory, num_parameters
+from cli.cluster import Cluster
 from cli.main import main
 from cli.run_folder import ClusterRecord, RunFolder
 from cli.shared_memory import SharedMemory
+from cli.signals import Signals
 
 SMOLLM2 = ModelSpec(
     name="smollm2",
@@ -143,10 +145,26 @@ def test_the_run_folder_and_its_secrets_are_the_user_s_alone(folder: RunFolder) 
 
 def test_two_clusters_cannot_own_one_run_folder(folder: RunFolder) -> None:
     folder.take()
+    folder.write_secrets()
+    late = RunFolder(8001)
     with pytest.raises(ConfigError, match=r"admin port 8001 is already running.*--admin-port"):
-        RunFolder(8001).take()
+        late.take()
+    late.release(remove=True)
+    assert folder.admin_secret("viewer"), "the late one has removed what is not its own"
     folder.release(remove=True)
     assert not folder.path.exists()
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "file"))
+    with Signals() as signals:
+        cluster = Cluster(ClusterConfig(), signals)
+        with pytest.raises(ConfigError, match=r"cannot use .*set BATON_HOME"):
+            cluster.start()
+        assert cluster.stop() == []
 
 
 def test_the_record_of_a_dead_cluster_is_not_believed(folder: RunFolder) -> None:
