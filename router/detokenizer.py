@@ -14,6 +14,7 @@ Joined pieces equal the text of a unary answer because both come from here. Stop
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,39 +104,63 @@ def _sentence_piece(token: str) -> bytes:
     return token.replace(_SPACE_MARK, " ").encode()
 
 
+@functools.lru_cache(maxsize=1_024)  # choices of one call, and calls of one client, share their stop strings
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of `stop`, the length of its longest proper beginning that is also its end.
+
+    Source: Knuth, Morris, Pratt, "Fast pattern matching in strings", 1977.
+    """
+    borders = [0] * len(stop)
+    length = 0
+    for position in range(1, len(stop)):
+        while length and stop[position] != stop[length]:
+            length = borders[length - 1]
+        length += stop[position] == stop[length]
+        borders[position] = length
+    return tuple(borders)
+
+
 class StopMatcher:
-    """Holds back what may become a stop string."""
+    """Holds back what may become a stop string. The one that is complete first wins, the longest of several, however the
+    text is cut into tokens; the work per character does not grow with the stop strings' lengths."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._first = frozenset(stop[0] for stop in stops)
+        self._matched = [0] * len(stops)  # characters at the end of the text that begin each stop string
         self._held = ""
         self.match: str | None = None
 
     def push(self, text: str) -> str:
         """The text that is now safe to show; sets `match` when a stop string is complete."""
+        if not self._held and self._first.isdisjoint(text):
+            return text
+        for position, character in enumerate(text, start=1):
+            if complete := self._advance(character):
+                self.match = max(complete, key=len)
+                return (self._held + text[:position])[: -len(self.match)]
         text = self._held + text
-        self._held = ""
-        found = [(text.index(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            position, self.match = min(found)
-            return text[:position]
-        held = max((self._tail(text, stop) for stop in self._stops), default=0)
-        if held:
-            text, self._held = text[:-held], text[-held:]
-        return text
+        num_safe = len(text) - max(self._matched)
+        self._held = text[num_safe:]
+        return text[:num_safe]
 
     def flush(self) -> str:
         """The end: what was held back was no stop string."""
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _tail(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
+    def _advance(self, character: str) -> list[str]:
+        """Take one character in; returns the stop strings that end with it."""
+        complete = []
+        for rank, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[rank]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._matched[rank] = matched
+            if matched == len(stop):
+                complete.append(stop)
+        return complete
 
 
 class TextStream:

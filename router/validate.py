@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant")  # serving.proto ChatMessage
 MAX_MESSAGES = 1_024  # a turn has at least 8 tokens of markup: more cannot fit an 8k context
 MAX_LOGIT_BIAS = 1_024  # entries; OpenAI accepts 300
 MAX_STOP_TOKEN_IDS = 128
-MAX_STOP_CHARS = 512  # of one stop string; its tail search is linear in it
+MAX_STOP_CHARS = 512  # of one stop string; as much text may be held back
 MAX_LABEL_CHARS = 256  # request_id, session_id: they go into logs
 MAX_TIMEOUT_S = 86_400.0
 

@@ -55,6 +55,32 @@ def test_the_stop_string_that_begins_first_wins() -> None:
     assert matcher.match == "abc"
 
 
+def test_of_two_stop_strings_that_end_together_the_longer_wins() -> None:
+    matcher = StopMatcher(["bc", "abc"])
+    assert matcher.push("xabc") == "x"
+    assert matcher.match == "abc"
+
+
+@given(
+    st.text(alphabet="ab", max_size=40),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=1),
+)
+def test_the_text_shown_ends_before_the_first_complete_stop_string_wherever_tokens_end(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    ends = [(end, -len(stop)) for stop in stops for end in range(1, len(text) + 1) if text[:end].endswith(stop)]
+    expected = text if not ends else text[: min(ends)[0] + min(ends)[1]]
+    matcher, shown, start, cut = StopMatcher(stops), "", 0, 0
+    while start < len(text) and matcher.match is None:
+        shown += matcher.push(text[start : start + sizes[cut % len(sizes)]])
+        start += sizes[cut % len(sizes)]
+        cut += 1
+        assert expected.startswith(shown)
+    assert shown + (matcher.flush() if matcher.match is None else "") == expected
+    assert (matcher.match is None) == (not ends)
+
+
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens() -> None:
     table = scripted(b"stop", b" and ", b"stop", b" no")
     assert "".join(pieces_of(table, ["stop"], min_tokens=1)) == "stop and "
