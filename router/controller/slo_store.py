@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from baton.errors import NotFound
+from baton.errors import ConfigError, NotFound
 from baton.slo import DEFAULT_CLASSES, SLO
 
 _BUSY_S = 5.0  # how long a writer waits for another one's transaction, which lasts milliseconds
@@ -61,18 +61,32 @@ class SLOStore(Protocol):
 
 
 class SQLiteSLOStore:
-    """One file. A new one starts with the default classes as version 1."""
+    """One file. A new one starts with the default classes as version 1.
+
+    Raises:
+        ConfigError: it cannot be opened, or is no SLO store.
+    """
 
     def __init__(self, file: Path, now_unix_s: Callable[[], float]) -> None:
         self._file = file
         self._now_unix_s = now_unix_s
+        try:
+            self._create()
+        except (sqlite3.Error, ValueError, TypeError) as error:  # the latter two: rows that are no classes
+            raise ConfigError(
+                f"cannot use the SLO store {file}: {error}; move it away to start from the default classes, or name another"
+                " in controller.slo_store",
+                field="controller.slo_store",
+            ) from error
+
+    def _create(self) -> None:
         with self._transaction() as db:
             db.execute(
                 "CREATE TABLE IF NOT EXISTS revisions"
                 " (version INTEGER PRIMARY KEY, classes TEXT, at_unix_s REAL, who TEXT, reason TEXT)"
             )
             if _newest(db, 1) == []:
-                _insert(db, Revision(1, DEFAULT_CLASSES, now_unix_s(), "baton", "defaults"))
+                _insert(db, Revision(1, DEFAULT_CLASSES, self._now_unix_s(), "baton", "defaults"))
 
     def current(self) -> Revision:
         return self.history(1)[0]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import NotFound
+from baton.errors import ConfigError, NotFound
 from baton.slo import DEFAULT_CLASSES, SLO
 from router.controller.slo_store import Revision, SQLiteSLOStore, StaleVersion
 
@@ -61,3 +61,14 @@ def test_of_many_writers_at_once_exactly_one_wins(store: SQLiteSLOStore, tmp_pat
 def test_an_unknown_version_is_not_found(store: SQLiteSLOStore) -> None:
     with pytest.raises(NotFound, match="no SLO version 5"):
         store.revision(5)
+
+
+@pytest.mark.parametrize("content", [b"no database" * 100, b""])
+def test_a_damaged_or_unreachable_store_is_refused_with_a_remedy(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "slo.sqlite" if content else tmp_path / "missing" / "slo.sqlite"
+    if content:
+        file.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"cannot use the SLO store .*slo\.sqlite.*move it away.*controller\.slo_store"
+    ):
+        SQLiteSLOStore(file, lambda: 0.0)
