@@ -24,8 +24,8 @@ _RAY_SHM_BYTES = 80_000_000
 _UCX_SHM_BYTES = 20 * _MIB
 
 
-def check_all(config: ClusterConfig) -> None:
-    """Raises: ConfigError: the first thing that would make the start fail."""
+def check_all(config: ClusterConfig) -> ModelSpec:
+    """Return what the model is. Raises: ConfigError: the first thing that would make the start fail."""
     for port, what, flag in (
         (config.router.http_port, "HTTP", "--http-port"),
         (config.router.grpc_port, "gRPC", "--grpc-port"),
@@ -33,8 +33,10 @@ def check_all(config: ClusterConfig) -> None:
     ):
         check_port(port, what, flag)
     spec = load_model_files(config.model.path).spec
+    check_context(config, spec)
     check_memory(config, spec, available_bytes())
     check_shared_memory(config, _free_bytes(Path("/dev/shm")))
+    return spec
 
 
 def check_port(port: int, what: str, flag: str) -> None:
@@ -49,6 +51,16 @@ def check_port(port: int, what: str, flag: str) -> None:
                 f"{what} port {port} cannot be used ({_taken_by(port, str(error.strerror))}); choose another with {flag}",
                 field=flag,
             ) from None
+
+
+def check_context(config: ClusterConfig, spec: ModelSpec) -> None:
+    """Raises: ConfigError: more context is wanted than the model was made for."""
+    if config.model.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"model.max_model_len = {config.model.max_model_len:,}: {spec.name} was made for {spec.max_model_len:,} tokens;"
+            " lower --max-model-len, or leave it out to use them all",
+            field="model.max_model_len",
+        )
 
 
 def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None:

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +49,18 @@ class ClusterFailed(Exception):
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
         self.log = log
+
+    @classmethod
+    def ended(cls, child: Child) -> ClusterFailed:
+        """A process ended by itself: its own last word ("router: port ..."), who killed it, or what it logged."""
+        exit_code = child.popen.wait()
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return cls(f"{child.name} was killed ({name}); the cluster cannot go on without it: run the command again")
+        last_word = child.log_tail(1)
+        if last_word.startswith(f"{child.name}: "):
+            return cls(last_word)
+        return cls(f"{child.name} ended with exit code {exit_code}", child.log_tail())
 
 
 class Cluster:
@@ -117,7 +130,7 @@ class Cluster:
                 workers = admin.get("/admin/v1/workers").json()["workers"]
                 failed = [w for w in workers if w["state"] == "failed" and not w["epoch"]]
                 if failed:
-                    raise ClusterFailed(f"worker {failed[0]['worker_id']}: {failed[0]['reason']}")
+                    raise ClusterFailed(str(failed[0]["reason"]))
                 num_ready = sum(w["state"] == "ready" for w in workers)
                 shown.note(f"{num_ready} of {len(workers)} ready")
                 if workers and num_ready == len(workers):
@@ -171,7 +184,7 @@ class Cluster:
         self._signals.pause(_LOOK_S)
         for child in self._children:
             if child.popen.poll() is not None:
-                raise ClusterFailed(f"{child.name} ended with exit code {child.popen.returncode}", child.log_tail())
+                raise ClusterFailed.ended(child)
 
     def _write_record(self) -> None:
         router, controller = self.config.router, self.config.controller
@@ -211,7 +224,7 @@ class Cluster:
                 os.close(fd)
         for fd in readable:
             if dead := pid_fds.get(fd):
-                raise ClusterFailed(f"{dead.name} ended with exit code {dead.popen.wait()}", dead.log_tail())
+                raise ClusterFailed.ended(dead)
 
     # -- stop --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from cli.chat import show_stats, stream_chat
 from cli.checks import check_all
 from cli.cluster import Cluster, ClusterFailed
 from cli.options import add_config_flags, load_config
-from cli.signals import Interrupted, Signals
+from cli.signals import INTERRUPTED, Interrupted, Signals
 from cli.terminal import say
 from cli.up import explain, report_left
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             _ask(cluster, args.prompt)
             status = 0
         except Interrupted:
-            status = 130  # 128 + SIGINT
+            status = INTERRUPTED
         except (ClusterFailed, BatonError) as error:
             explain(error, cluster)
             status = 1

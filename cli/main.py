@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from baton.errors import BatonError
 from cli import chat, demo, drain, model, status, up
+from cli.signals import INTERRUPTED
 from cli.terminal import fail
 
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error.message)
         return 1
     except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells say it
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; nothing more can be said
         return 0

@@ -9,6 +9,7 @@ import signal
 from types import TracebackType
 from typing import Self
 
+INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells say it
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -10,7 +10,7 @@ from baton.errors import BatonError
 from cli.checks import check_all
 from cli.cluster import Cluster, ClusterFailed
 from cli.options import add_config_flags, load_config
-from cli.signals import Interrupted, Signals
+from cli.signals import INTERRUPTED, Interrupted, Signals
 from cli.terminal import fail, output, say
 
 if TYPE_CHECKING:
@@ -30,25 +30,28 @@ def run(args: argparse.Namespace) -> int:
         for line in loaded.describe():
             output.print(line, markup=False, soft_wrap=True)
         return 0
-    check_all(loaded.config)
+    config = loaded.config
+    spec = check_all(config)
+    nameless = config.controller.admin_port == 0  # nobody comes back to a folder named after a port the system picked
     with Signals() as signals:
-        cluster = Cluster(loaded.config, signals)
-        ok = _serve(cluster)
-        return report_left(cluster.stop()) if ok else report_left(cluster.stop()) or 1
+        cluster = Cluster(config, signals)
+        status = _serve(cluster, config.model.served_name or spec.name)
+        return report_left(cluster.stop(remove_folder=nameless and status == 0)) or status
 
 
-def _serve(cluster: Cluster) -> bool:
-    """Start and wait for the user; False where something failed, which was said."""
+def _serve(cluster: Cluster, model: str) -> int:
+    """Start and wait for the user. Returns the exit status; what failed was said."""
     try:
         cluster.start()
-        _say_where(cluster.config)
+        _say_where(cluster.config, model)
         cluster.wait()
     except Interrupted:
         say("interrupted while starting")
+        return INTERRUPTED
     except (ClusterFailed, BatonError) as error:
         explain(error, cluster)
-        return False
-    return True
+        return 1
+    return 0
 
 
 def explain(error: ClusterFailed | BatonError, cluster: Cluster) -> None:
@@ -67,7 +70,7 @@ def report_left(left: list[str]) -> int:
     return 1 if left else 0
 
 
-def _say_where(config: ClusterConfig) -> None:
+def _say_where(config: ClusterConfig, model: str) -> None:
     http, grpc, admin = config.router.http_port, config.router.grpc_port, config.controller.admin_port
     which = "" if admin == ClusterConfig().controller.admin_port else f" --admin-port {admin}"
     say(
@@ -79,7 +82,7 @@ Ready. OpenAI HTTP  http://127.0.0.1:{http}/v1
   baton chat{which} "Why is the sky blue?"
   baton status{which}
   curl http://127.0.0.1:{http}/v1/chat/completions -H 'content-type: application/json' \\
-       -d '{{"model": "{config.model.served_name or config.model.path}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+       -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 Ctrl-C drains and stops."""
     )

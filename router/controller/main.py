@@ -198,7 +198,10 @@ def _bind_control(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
         return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise ConfigError(f"control port {port} is taken", field="controller.control_port") from error
+        raise ConfigError(
+            f"control port {port} cannot be bound (in use?); choose another controller.control_port, or 0 for any",
+            field="controller.control_port",
+        ) from error
 
 
 def _bind_admin(host: str, port: int) -> socket.socket:

@@ -23,6 +23,7 @@ from baton.errors import ConfigError, WorkerLost
 from worker.actor import RemoteWorker, WorkerActor
 
 NAMESPACE = "baton"
+_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # as tracebacks write it
 _STOP_S = 3.0  # a worker that is asked to stop closes its server at once; then it is killed
 
 
@@ -120,6 +121,6 @@ class RayPools:
 
 
 def _cause(error: RayError) -> str:
-    """The last line of Ray's message, which ends with the exception that the actor raised."""
+    """The last line of Ray's message, which ends with the exception that the actor raised; of ours, its words alone."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1].removeprefix(_CONFIG_ERROR) if lines else type(error).__name__

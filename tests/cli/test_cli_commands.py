@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 import stat
 import subprocess
@@ -12,14 +13,15 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2
 from cli.chat import stream_chat
-from cli.checks import check_memory, check_port, check_shared_memory, num_parameters
-from cli.cluster import Cluster
+from cli.checks import check_context, check_memory, check_port, check_shared_memory, num_parameters
+from cli.cluster import Cluster, ClusterFailed
 from cli.main import main
+from cli.processes import spawn
 from cli.run_folder import ClusterRecord, RunFolder
 from cli.shared_memory import SharedMemory
 from cli.signals import Signals
@@ -69,6 +71,14 @@ def test_a_missing_model_is_one_line_that_says_how_to_get_it(
 
 def test_the_demo_model_has_the_parameters_of_its_name() -> None:
     assert num_parameters(SMOLLM2) == pytest.approx(134.5e6, rel=0.01)
+
+
+def test_more_context_than_the_model_has_is_refused_not_cut() -> None:
+    check_context(ClusterConfig(model=ModelConfig(max_model_len=8_192)), SMOLLM2)
+    with pytest.raises(
+        ConfigError, match=r"max_model_len = 8,193: smollm2 was made for 8,192 tokens; lower --max-model-len"
+    ):
+        check_context(ClusterConfig(model=ModelConfig(max_model_len=8_193)), SMOLLM2)
 
 
 def test_too_little_memory_says_how_much_and_what_to_lower() -> None:
@@ -187,6 +197,22 @@ def test_shared_memory_that_nobody_maps_is_removed_and_mapped_one_is_not() -> No
         assert (orphan.exists(), used.exists()) == (False, True)
     assert before.clean() == []
     assert not used.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo log; echo 'router: port 80 cannot be bound; choose another'; exit 1", "router: port 80 cannot be bound"),
+        ("kill -9 $$", r"router was killed \(SIGKILL\).*run the command again"),
+        ("echo boom; exit 3", "router ended with exit code 3"),
+    ],
+)
+def test_a_process_that_ended_is_explained_by_its_own_last_word_or_its_signal(
+    tmp_path: Path, script: str, message: str
+) -> None:
+    error = ClusterFailed.ended(spawn("router", ["sh", "-c", script], {}, tmp_path / "router.log"))
+    assert re.match(message, str(error))
+    assert error.log == ("boom" if "boom" in script else "")
 
 
 class ScriptedRouter:

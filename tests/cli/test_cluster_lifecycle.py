@@ -117,7 +117,10 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 def test_a_killed_worker_comes_back_and_a_stuck_ray_still_stops_with_nothing_left(up: Callable[..., Up]) -> None:
     cluster = up()
     cluster.until_ready()
+    assert '{"model": "model", ' in cluster.output, "the call it suggests names the model as the router does"
     before = cluster.worker()
+    niceness = os.getpriority(os.PRIO_PROCESS, int(str(before["pid"])))
+    assert niceness == os.getpriority(os.PRIO_PROCESS, 0), "an engine that yields to every other process"
     os.kill(int(str(before["pid"])), signal.SIGKILL)
     until(lambda: cluster.worker()["num_restarts"] == 1)
     after = cluster.worker()
@@ -173,12 +176,13 @@ def test_a_worker_that_cannot_start_is_one_clear_line_and_a_clean_end(
     assert cluster.process.wait(PATIENCE_S) == 1
     [line] = [line for line in cluster.output.splitlines() if line.startswith("baton:")]
     assert all(word in line for word in words), line
+    assert "ConfigError" not in line, "the words of the error, not its class"
     assert "no process, port or shared-memory file is left" in cluster.output
 
 
 def test_ctrl_c_during_the_start_ends_it_with_nothing_left(up: Callable[..., Up]) -> None:
     cluster = up()
     until(lambda: "Starting Ray" in cluster.output)
-    assert cluster.end(signal.SIGINT) == 0, cluster.output
+    assert cluster.end(signal.SIGINT) == 130, cluster.output
     assert "interrupted while starting" in cluster.output
     assert "no process, port or shared-memory file is left" in cluster.output
