@@ -9,6 +9,7 @@ from pathlib import Path
 from baton.config import LOOPBACK, ClusterConfig
 from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
+from baton.memory import available_memory_bytes
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
 from cli.ports import listener_pid
@@ -34,7 +35,7 @@ def check_all(config: ClusterConfig) -> ModelSpec:
         check_port(port, what, flag)
     spec = load_model_files(config.model.path).spec
     check_context(config, spec)
-    check_memory(config, spec, available_bytes())
+    check_memory(config, spec, available_memory_bytes())
     check_shared_memory(config, _free_bytes(Path("/dev/shm")))
     return spec
 
@@ -94,16 +95,6 @@ def num_parameters(spec: ModelSpec) -> int:
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     return embeddings + spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
-
-
-def available_bytes() -> int:
-    """What this process and its children may still take: the machine's, or less where a cgroup says so."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        return min(fields["MemAvailable"], int(text) - int(used.read_text()))
-    return fields["MemAvailable"]
 
 
 def _kv_bytes(config: ClusterConfig, spec: ModelSpec) -> int:

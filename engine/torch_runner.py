@@ -6,13 +6,12 @@ nothing runs behind.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
+from baton.memory import available_memory_bytes
 from baton.model_files import ModelFiles
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
@@ -84,17 +83,3 @@ def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:
             f"are free: lower engine.kv_memory_bytes or engine.num_blocks, or free memory",
             field="engine.kv_memory_bytes",
         )
-
-
-def available_memory_bytes() -> int:
-    """Return what this process may still take: the machine's available memory, or its cgroup's if that is less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available_bytes = int(meminfo["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # cgroup v1, or the root group, which has no limit
-        return available_bytes
-    reclaimable_bytes = int(stat.get("inactive_file", 0))
-    return available_bytes if limit == "max" else min(available_bytes, int(limit) - used + reclaimable_bytes)
