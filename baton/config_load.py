@@ -23,7 +23,6 @@ import yaml
 
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
-from baton.kv_layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Scalar = str | int | float | bool
 ENV_PREFIX = "BATON__"
+DEFAULT = "default"  # the origin of what nobody set
 _DERIVED = ("router.model.",)  # copied from `model.` so that router and workers cannot disagree
 
 
@@ -50,10 +50,16 @@ class Limit:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.high == float("inf"):
-            return f"at least {self.low:g}"
-        return f"between {self.low:g} and {self.high:g}"
+            return f"at least {_plain(self.low)}"
+        return f"between {_plain(self.low)} and {_plain(self.high)}"
 
 
+def _plain(number: float) -> str:
+    """Digits as one would type them: 1048576, 0.01."""
+    return str(int(number)) if number == int(number) else str(number)
+
+
+_DTYPES = ("float32", "bfloat16", "float16")  # what the engine computes and caches in; KV on the wire knows more
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
@@ -63,12 +69,12 @@ _LIMITS: Mapping[str, Limit] = {
     "prefill": _WORKERS,
     "decode": _WORKERS,
     "both": _WORKERS,
-    "model.dtype": Limit("the compute dtypes of the engine", choices=("float32", "bfloat16", "float16")),
+    "model.dtype": Limit("the compute dtypes of the engine", choices=_DTYPES),
     "model.max_model_len": Limit("tokens; 0 = the model's own", 0),
     "engine.block_size": Limit("tokens per block", 1, 256),
     "engine.num_blocks": Limit("0 = from engine.kv_memory_bytes", 0),
     "engine.kv_memory_bytes": Limit("one block of a small model takes about 1 MiB", 1 << 20),
-    "engine.kv_cache_dtype": Limit("auto = the compute dtype", choices=("auto", *DTYPE_BYTES)),
+    "engine.kv_cache_dtype": Limit("auto = the compute dtype", choices=("auto", *_DTYPES)),
     "engine.max_num_seqs": _COUNT,
     "engine.max_num_batched_tokens": _COUNT,
     "engine.chunk_tokens": _COUNT,
@@ -143,7 +149,7 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, tupl
     """
     types = {path: kind for path, kind in _leaf_types(ClusterConfig) if not path.startswith(_DERIVED)}
     values: dict[str, Scalar] = {path: value for path, value in _leaves(ClusterConfig()) if path in types}
-    origins = dict.fromkeys(values, "default")
+    origins = dict.fromkeys(values, DEFAULT)
     for setting in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
         values[setting.path] = _checked(setting, types)
         origins[setting.path] = setting.origin
@@ -295,6 +301,10 @@ def _check_together(cluster: ClusterConfig) -> None:
             " worker, or one that does both (--colocated)",
             field="prefill",
         )
+    for path, port in _ports(cluster).items():
+        twins = [other for other, its_port in _ports(cluster).items() if port and its_port == port and other != path]
+        if twins:
+            raise ConfigError(f"{path} and {twins[0]} are both {port}: each needs a port of its own", field=path)
     engine = cluster.engine
     if engine.chunk_tokens > engine.max_num_batched_tokens:
         raise ConfigError(
@@ -302,6 +312,16 @@ def _check_together(cluster: ClusterConfig) -> None:
             f" = {engine.max_num_batched_tokens} (a chunk has to fit in a step)",
             field="engine.chunk_tokens",
         )
+
+
+def _ports(cluster: ClusterConfig) -> dict[str, int]:
+    router, controller = cluster.router, cluster.controller
+    return {
+        "router.http_port": router.http_port,
+        "router.grpc_port": router.grpc_port,
+        "controller.admin_port": controller.admin_port,
+        "controller.control_port": controller.control_port,
+    }
 
 
 def _build(kind: type[T], data: object) -> T:

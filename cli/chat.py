@@ -118,7 +118,7 @@ def show_stats(done: serving_pb2.Done) -> None:
         ["prefill on", timings.prefill_worker],
         ["decode on", timings.decode_worker],
     ]
-    table("Timings", ["", ""], rows)
+    table("Timings of this answer", ["what", "measured"], rows)
 
 
 def _local_address(admin_port: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.config import LOOPBACK, ClusterConfig
+from baton.config_load import DEFAULT, Loaded
 from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from cli.chat import show_stats, stream_chat
@@ -30,12 +31,12 @@ _MAX_TOKENS = 96
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("demo", help="start a cluster, ask it one question, show the timings, stop it")
     parser.add_argument("--prompt", default=PROMPT)
-    add_config_flags(parser)
+    add_config_flags(parser, free_ports=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _on_free_ports(args, load_config(args).config)
+    config = _on_free_ports(load_config(args))
     check_all(config)
     with Signals() as signals:
         cluster = Cluster(config, signals)
@@ -61,12 +62,21 @@ def _ask(cluster: Cluster, prompt: str) -> None:
     show_stats(answer.done)
 
 
-def _on_free_ports(args: argparse.Namespace, config: ClusterConfig) -> ClusterConfig:
-    """A port that no flag names is picked by the system: a demo must not fail because something else runs here."""
+def _on_free_ports(loaded: Loaded) -> ClusterConfig:
+    """A port that nobody names is picked by the system: a demo must not fail because something else runs here."""
+    router, controller = loaded.config.router, loaded.config.controller
+
+    def named(path: str, port: int) -> int:
+        return 0 if loaded.origins[path] == DEFAULT else port
+
     return dataclasses.replace(
-        config,
-        router=dataclasses.replace(config.router, http_port=args.http_port or 0, grpc_port=args.grpc_port or 0),
-        controller=dataclasses.replace(config.controller, admin_port=args.admin_port or 0),
+        loaded.config,
+        router=dataclasses.replace(
+            router,
+            http_port=named("router.http_port", router.http_port),
+            grpc_port=named("router.grpc_port", router.grpc_port),
+        ),
+        controller=dataclasses.replace(controller, admin_port=named("controller.admin_port", controller.admin_port)),
     )
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config import ClusterConfig
 from baton.config_load import Loaded, load
+from baton.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,39 @@ FLAGS = (
     Flag("--admin-port", "controller.admin_port", int, "admin endpoint; also names the cluster on this machine"),
     Flag("--block-size", "engine.block_size", int, "tokens per KV block"),
     Flag("--num-blocks", "engine.num_blocks", int, "KV blocks per worker; 0 = from --kv-memory-bytes"),
-    Flag("--kv-memory-bytes", "engine.kv_memory_bytes", int, "KV memory per worker"),
+    Flag("--kv-memory-bytes", "engine.kv_memory_bytes", int, "KV memory per worker, bytes"),
     Flag("--kv-cache-dtype", "engine.kv_cache_dtype", str, "auto = the compute dtype"),
     Flag("--max-num-seqs", "engine.max_num_seqs", int, "sequences that decode in one step"),
     Flag("--max-num-batched-tokens", "engine.max_num_batched_tokens", int, "token budget of one step"),
-    Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk"),
+    Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk, tokens"),
     Flag("--num-threads", "engine.num_threads", int, "torch threads per worker; 0 = cores / workers"),
     Flag("--ucx-tls", "kv.ucx_tls", str, "UCX transports, such as tcp or posix,sysv,self"),
     Flag("--drain-s", "controller.drain_s", float, "longest wait for running calls at the end"),
 )
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
+_METAVARS: dict[Callable[[str], object], str] = {int: "N", float: "SECONDS", str: "NAME"}
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, free_ports: bool = False) -> None:
+    """Add a flag per row. With `free_ports`, help says that ports which nobody names are picked by the system."""
     group = parser.add_argument_group("configuration", "file <- BATON__SECTION__NAME in the environment <- these flags")
-    group.add_argument("--config", type=Path, help="YAML file")
+    group.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     for flag in FLAGS:
-        group.add_argument(flag.name, type=flag.kind, default=None, help=flag.help)
+        default = "a free port" if free_ports and flag.name.endswith("-port") else _default(flag)
+        shown = f"{flag.help} (default {default})"
+        group.add_argument(flag.name, type=flag.kind, metavar=_METAVARS[flag.kind], default=None, help=shown)
     group.add_argument(
         "--colocated", action="store_true", help="one worker that does both; no prefill and decode pools"
     )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
+
+
+def _default(flag: Flag) -> object:
+    value: object = ClusterConfig()
+    for name in flag.path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
@@ -59,6 +74,10 @@ def load_config(args: argparse.Namespace) -> Loaded:
         value = getattr(args, flag.name.strip("-").replace("-", "_"))
         if value is not None:
             flags[flag.path] = (flag.name, value)
+    if args.colocated and (pools := flags.keys() & {"prefill", "decode"}):
+        raise ConfigError(
+            f"--colocated has no pools of its own: leave out --{min(pools)}, or --colocated", field=min(pools)
+        )
     if args.colocated:
         flags |= {path: ("--colocated", size) for path, size in (("prefill", 0), ("decode", 0), ("both", 1))}
     if args.no_prefix_cache:

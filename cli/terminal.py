@@ -68,7 +68,7 @@ def fail(line: str) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout."""
-    drawn = Table(title=title, title_justify="left", show_header=any(columns))
+    drawn = Table(title=title, title_justify="left")
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:

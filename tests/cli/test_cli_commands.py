@@ -60,6 +60,17 @@ def test_baton_up_on_a_taken_port_is_one_line_and_starts_nothing(capsys: pytest.
     assert "--grpc-port" in line
 
 
+def test_the_demo_keeps_to_a_port_that_the_environment_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        monkeypatch.setenv("BATON__ROUTER__HTTP_PORT", str(port))
+        assert main(["demo"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"HTTP port {port} cannot be used" in line
+
+
 def test_a_missing_model_is_one_line_that_says_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -113,6 +124,12 @@ def test_colocated_is_one_worker_that_does_both(capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out
     assert "prefill = 0 " in lines
     assert "both = 1 " in lines
+
+
+def test_colocated_beside_a_pool_size_is_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--colocated", "--decode", "2", "--print-config"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "leave out --decode, or --colocated" in line
 
 
 def test_the_command_loads_neither_ray_nor_torch() -> None:
