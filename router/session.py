@@ -95,7 +95,9 @@ class WorkerSession:
         self._liveness = liveness
         self._on_change = on_change
         self._inboxes: dict[int, Inbox] = {}
-        self._outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[worker_pb2.SessionRequest | None] = (
+            asyncio.Queue()
+        )  # None ends the stream's requests
         self._heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -162,6 +164,7 @@ class WorkerSession:
             finally:
                 beat.cancel()
                 call.cancel()
+                self._outbox.put_nowait(None)  # grpc reads the requests of a call that is over until they end
 
     async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
         yield worker_pb2.SessionRequest(
@@ -172,8 +175,8 @@ class WorkerSession:
             )
         )
         outbox = self._outbox
-        while True:
-            yield await outbox.get()
+        while (request := await outbox.get()) is not None:
+            yield request
 
     async def _beat(self, cancel_call: Callable[[], bool]) -> None:
         """Send heartbeats; cancel the call and return once the worker has been silent too long.

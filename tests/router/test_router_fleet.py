@@ -130,6 +130,21 @@ async def test_a_call_waits_for_a_restarted_worker_and_is_served_by_it(rig: Rig)
     assert rig.prefill.told_peers[0].epoch == reborn.epoch
 
 
+async def test_a_lost_session_leaves_no_task_behind(rig: Rig) -> None:
+    def readers() -> int:
+        names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+        return sum("_consume_request_iterator" in name for name in names)
+
+    before = readers()
+    port = int(rig.decode.address.rpartition(":")[2])
+    for _ in range(3):
+        await rig.decode.kill()
+        await until(lambda: bool(rig.front_end.fleet.unready_reason()), "the loss is noticed")
+        rig.workers[-1] = rig.prefill.peers["d0"] = await StubWorker("d0", worker_pb2.ROLE_DECODE, port=port).start()
+        await until(lambda: not rig.front_end.fleet.unready_reason(), "it is back")
+    await until(lambda: readers() == before, "the readers of lost sessions have ended")
+
+
 async def test_a_call_that_waits_too_long_is_unavailable_with_a_hint_and_the_reason(files: ModelFiles) -> None:
     async with running_rig(files, unavailable_wait_s=0.2) as rig:
         await rig.decode.kill()
