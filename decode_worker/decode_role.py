@@ -101,9 +101,10 @@ class DecodeRole:
             return InvalidRequest("seq is already open on this worker", field="seq")
         if seq in self._ended:
             return InvalidRequest("seq was used on this worker before", field="seq")
-        if len(self._open) >= self._max_queued:
-            return Overloaded(f"the decode queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
-        return self._ports.refusal(RoleKind.DECODE)
+        refusal = self._ports.refusal(RoleKind.DECODE)
+        if refusal is None and len(self._open) >= self._max_queued:
+            refusal = Overloaded(f"the decode queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
+        return refusal
 
     # --- the prefill worker ---
 

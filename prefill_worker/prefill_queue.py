@@ -7,7 +7,7 @@ while those for other decode workers go ahead, so one full worker stalls nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # Granted prompt tokens kept ready, in step budgets: one being computed, one ready behind it, so that the engine never
@@ -26,7 +26,11 @@ class Queued:
     num_tokens: int
     priority: int
     arrival_s: float
-    peer_ready: bool
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Highest priority first, first come first within one."""
+        return -self.priority, self.arrival_s, self.seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,14 @@ class Underway:
 
 
 def next_to_reserve(
-    queued: Iterable[Queued], underway: Iterable[Underway], *, step_tokens: int, now_s: float
+    queued: Iterable[Queued],
+    underway: Iterable[Underway],
+    ready_peers: Collection[str],
+    *,
+    step_tokens: int,
+    now_s: float,
 ) -> list[int]:
-    """Seqs to start now, highest priority first and first come first within one; empty when enough is under way."""
+    """Seqs to start now; empty when enough is under way. `queued` comes sorted by `order`; it is not read to its end."""
     budget = LOOKAHEAD_STEPS * step_tokens
     full_peers: set[str] = set()
     for started in underway:
@@ -50,10 +59,10 @@ def next_to_reserve(
         else:
             budget -= started.num_tokens_left
     chosen: list[int] = []
-    for prompt in sorted(queued, key=lambda q: (-q.priority, q.arrival_s, q.seq)):
+    for prompt in queued:
         if budget <= 0:
             break
-        if prompt.peer and (not prompt.peer_ready or prompt.peer in full_peers):
+        if prompt.peer and (prompt.peer not in ready_peers or prompt.peer in full_peers):
             continue
         chosen.append(prompt.seq)
         budget -= prompt.num_tokens

@@ -15,7 +15,9 @@ Runs on the worker's event loop; never blocks.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from baton.config import WorkerConfig
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Internal, InvalidRequest, Overloaded, TransferFailed
@@ -65,6 +67,15 @@ class Prefill:
     def needs_decode(self) -> bool:
         return self.request.num_tokens_left > 1
 
+    @property
+    def queued(self) -> Queued:
+        request = self.request
+        peer = self.peer if self.needs_decode else ""
+        return Queued(request.seq, peer, len(request.token_ids), request.priority, self.arrival_s)
+
+
+_order = attrgetter("order")
+
 
 class PrefillRole:
     """Implements worker.role.Role."""
@@ -88,53 +99,51 @@ class PrefillRole:
         self._max_resends = max_resends
         self._max_queued = max_queued
         self._open: dict[int, Prefill] = {}
+        self._queue: list[Queued] = []  # those in state 1, by order
         self._ended = Tombstones(lease_s)
         self._ready_peers: set[str] = set()
 
     # --- the router ---
 
     def on_submit(self, request: Request, decode_peer: str, deadline_s: float) -> None:
-        refusal = self._ports.refusal(RoleKind.PREFILL)
-        if request.seq in self._open:
-            refusal = InvalidRequest("seq is already open on this worker", field="seq")
-        elif request.seq in self._ended:
-            refusal = InvalidRequest("seq was used on this worker before", field="seq")
-        elif len(self._open) >= self._max_queued:
-            refusal = Overloaded(f"the prefill queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
+        refusal = self._refusal(request.seq)
         if refusal is not None:
             self._ports.sessions.refused(request.seq, refusal)
             return
-        self._open[request.seq] = Prefill(request, decode_peer, self._ports.now_s(), deadline_s)
+        prefill = Prefill(request, decode_peer, self._ports.now_s(), deadline_s)
+        self._open[request.seq] = prefill
+        insort(self._queue, prefill.queued, key=_order)
         self._start_queued()
+
+    def _refusal(self, seq: int) -> BatonError | None:
+        if seq in self._open:
+            return InvalidRequest("seq is already open on this worker", field="seq")
+        if seq in self._ended:
+            return InvalidRequest("seq was used on this worker before", field="seq")
+        refusal = self._ports.refusal(RoleKind.PREFILL)
+        if refusal is None and len(self._open) >= self._max_queued:
+            refusal = Overloaded(f"the prefill queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
+        return refusal
 
     def on_cancel(self, seq: int) -> bool:
         prefill = self._open.get(seq)
         if prefill is None:
             return False
         self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+        self._start_queued()
         return True
 
     def on_router_lost(self, router_epoch: int) -> None:
         for prefill in list(self._open.values()):
             if prefill.request.router_epoch == router_epoch:
                 self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
+        self._start_queued()
 
     # --- 1 -> 2 -> 3 ---
 
     def _start_queued(self) -> None:
-        queued = [
-            Queued(
-                seq=seq,
-                peer=p.peer if p.needs_decode else "",
-                num_tokens=len(p.request.token_ids),
-                priority=p.request.priority,
-                arrival_s=p.arrival_s,
-                peer_ready=p.peer in self._ready_peers,
-            )
-            for seq, p in self._open.items()
-            if p.state is State.QUEUED
-        ]
-        if not queued:
+        """Every handler that may have made room ends with this, once, however many prompts it ended."""
+        if not self._queue:
             return
         underway = [
             Underway(
@@ -146,11 +155,17 @@ class PrefillRole:
             if p.state in (State.RESERVING, State.PREFILLING)
         ]
         now_s = self._ports.now_s()
-        for seq in next_to_reserve(queued, underway, step_tokens=self._step_tokens, now_s=now_s):
+        for seq in next_to_reserve(
+            self._queue, underway, self._ready_peers, step_tokens=self._step_tokens, now_s=now_s
+        ):
             self._start(self._open[seq], now_s)
+
+    def _dequeue(self, prefill: Prefill) -> None:
+        del self._queue[bisect_left(self._queue, prefill.queued.order, key=_order)]
 
     def _start(self, prefill: Prefill, now_s: float) -> None:
         if not prefill.needs_decode:
+            self._dequeue(prefill)
             prefill.state = State.PREFILLING
             self._ports.engine.add(prefill.request, prefill_only=True)
             return
@@ -158,6 +173,7 @@ class PrefillRole:
             request=request_to_pb(prefill.request), ttl_ms=max(1, int(1_000 * (prefill.deadline_s - now_s)))
         )
         if self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(reserve=reserve)):
+            self._dequeue(prefill)
             prefill.state = State.RESERVING
             prefill.reserve_sent_s = now_s
 
@@ -257,6 +273,7 @@ class PrefillRole:
             self._forget(prefill)
         else:
             self._fail(prefill, TransferFailed(f"KV transfer ended early: {event.reason}"))
+        self._start_queued()
         return True
 
     # --- the decode worker ---
@@ -270,6 +287,7 @@ class PrefillRole:
             if prefill is not None and prefill.state is State.RESERVING:
                 prefill.reserve_sent_s = None  # nothing is reserved there, so nothing to cancel
                 self._fail(prefill, error_from_pb(message.reserve_refused.error))
+                self._start_queued()
             return True
         if kind == "ack":
             prefill = self._holding(peer, message.ack.seq, message.ack.generation)
@@ -325,6 +343,7 @@ class PrefillRole:
                 prefill.ticket = None
                 prefill.reserve_sent_s = None
                 self._fail(prefill, error)
+        self._start_queued()
 
     def live_tickets(self, peer: str) -> list[int]:
         return [
@@ -372,6 +391,8 @@ class PrefillRole:
         if error is not None:
             message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)
+        if prefill.state is State.QUEUED:
+            self._dequeue(prefill)
         if outcome != worker_pb2.OUTCOME_HANDED_OFF and prefill.reserve_sent_s is not None:
             generation = prefill.ticket.generation if prefill.ticket is not None else 0
             reason = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
@@ -386,7 +407,6 @@ class PrefillRole:
         self._ports.engine.drop(prefill.request.seq)
         del self._open[prefill.request.seq]
         self._ended.add(prefill.request.seq, self._ports.now_s())
-        self._start_queued()
 
     def _stats(self, prefill: Prefill) -> worker_pb2.SeqStats:
         now_s = self._ports.now_s()

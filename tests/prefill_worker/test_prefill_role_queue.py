@@ -1,0 +1,183 @@
+"""The prefill role's queue under load: nothing that is doomed starts, and nothing is asked twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.errors import BatonError, Unavailable
+from baton.request import Request, Role, SampledToken, SamplingParams
+from baton.v1 import kv_pb2, worker_pb2
+from prefill_worker.prefill_role import PrefillRole
+
+ROUTER, OTHER_ROUTER = 1, 2
+
+
+@dataclass
+class Notes:
+    """Every port of a role, which notes what it is asked to do."""
+
+    now: float = 10.0
+    draining: bool = False
+    links_up: bool = True
+    epoch: int = 7
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    ended_: list[worker_pb2.Ended] = field(default_factory=list)
+    refused_: list[tuple[int, BatonError]] = field(default_factory=list)
+    added: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Notes:
+        return self
+
+    @property
+    def kv(self) -> Notes:
+        return self
+
+    @property
+    def links(self) -> Notes:
+        return self
+
+    @property
+    def sessions(self) -> Notes:
+        return self
+
+    def now_s(self) -> float:
+        return self.now
+
+    def refusal(self, kind: Role) -> BatonError | None:
+        return Unavailable("draining") if self.draining else None
+
+    def add(self, request: Request, *, prefill_only: bool) -> None:
+        self.added.append(request.seq)
+
+    def drop(self, seq: int) -> None:
+        self.dropped.append(seq)
+
+    def send(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
+        if self.links_up:
+            kind = message.WhichOneof("message") or ""
+            self.sent.append((kind, message.reserve.request.seq or message.cancel.seq))
+        return self.links_up
+
+    def transport(self, peer: str) -> str:
+        return ""
+
+    def ended(self, message: worker_pb2.Ended) -> None:
+        self.ended_.append(message)
+
+    def refused(self, seq: int, error: BatonError) -> None:
+        self.refused_.append((seq, error))
+
+    def has_router(self, seq: int) -> bool:
+        return True
+
+    def token(self, token: SampledToken) -> None: ...
+    def reserve(self, request: Request) -> None: ...
+    def adopt(self, seq: int, first_token: int) -> None: ...
+    def open_outgoing(self, *_: object) -> None: ...
+    def ship(self, seq: int, block_ids: Sequence[int], num_ready_blocks: int, last: bool) -> None: ...
+    def resend(self, seq: int, frames: Sequence[int]) -> None: ...
+    def close_outgoing(self, seq: int) -> None: ...
+    def open_incoming(self, *_: object) -> None: ...
+    def commit_incoming(self, seq: int, generation: int, num_frames: int, nbytes: int) -> None: ...
+    def close_incoming(self, seq: int) -> None: ...
+
+
+def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
+    role = PrefillRole(
+        notes,
+        block_size=16,
+        step_tokens=100,
+        lease_s=5.0,
+        transfer_timeout_s=10.0,
+        max_resends=2,
+        max_queued=max_queued,
+    )
+    role.on_link_ready("d")
+    return role
+
+
+def submit(role: PrefillRole, n: int, router: int = ROUTER, *, priority: int = 0, max_tokens: int = 5) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    request = Request(seq=router << 32 | n, token_ids=(9,) * 150, sampling=sampling, priority=priority)
+    role.on_submit(request, "d", deadline_s=100.0)
+
+
+def reserves(notes: Notes) -> list[int]:
+    return [seq & 0xFFFF for kind, seq in notes.sent if kind == "reserve"]
+
+
+def test_a_lost_routers_prompts_are_not_started_while_they_are_ended() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    for n in range(20):
+        submit(role, n)
+    submit(role, 50, OTHER_ROUTER)
+    assert reserves(notes) == [0, 1]
+    role.on_router_lost(ROUTER)
+    assert reserves(notes) == [0, 1, 50]
+    assert role.num_open() == 1
+    assert role.queued_tokens() == [150]
+
+
+def test_prompts_start_by_priority_and_a_cancelled_one_makes_room() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    for n in range(2, 6):
+        submit(role, n, priority=n)
+    assert reserves(notes) == [2, 3]
+    assert role.on_cancel(ROUTER << 32 | 4)
+    assert reserves(notes) == [2, 3]
+    assert role.on_cancel(ROUTER << 32 | 2)
+    assert reserves(notes) == [2, 3, 5]
+    assert ("cancel", ROUTER << 32 | 2) in notes.sent
+    assert ("cancel", ROUTER << 32 | 4) not in notes.sent
+
+
+def test_a_link_that_does_not_take_the_reserve_leaves_the_prompt_queued() -> None:
+    notes = Notes(links_up=False)
+    role = make_role(notes)
+    submit(role, 1)
+    assert reserves(notes) == []
+    notes.links_up = True
+    role.on_tick()
+    assert reserves(notes) == [1]
+
+
+def test_a_lost_link_ends_its_prompts_but_those_that_need_no_decode_worker() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    submit(role, 1)
+    submit(role, 2)
+    submit(role, 3)
+    submit(role, 4, max_tokens=1)
+    role.on_link_lost("d", Unavailable("gone"))
+    assert [message.seq & 0xFFFF for message in notes.ended_] == [1, 2, 3]
+    assert notes.added == [ROUTER << 32 | 4]
+
+
+def test_deadlines_end_queued_and_reserving_prompts_alike() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    for n in range(5):
+        submit(role, n)
+    notes.now = 101.0
+    role.on_tick()
+    assert {message.error.code for message in notes.ended_} == {"deadline_exceeded"}
+    assert (role.num_open(), role.queued_tokens()) == (0, [])
+    assert reserves(notes) == [0, 1]
+
+
+@pytest.mark.parametrize(("draining", "code"), [(False, "overloaded"), (True, "unavailable")])
+def test_a_full_queue_is_overloaded_but_a_draining_worker_says_that_first(draining: bool, code: str) -> None:
+    notes = Notes()
+    role = make_role(notes, max_queued=2)
+    submit(role, 1)
+    submit(role, 2)
+    notes.draining = draining
+    submit(role, 3)
+    assert [error.code for _, error in notes.refused_] == [code]
