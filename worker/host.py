@@ -233,15 +233,16 @@ class WorkerHost:
     def adopt_wishes(self, answer: control_pb2.AnnounceResponse) -> None:
         """Start as the controller last wanted this worker: a restart forgets neither a flip nor a drain."""
         self.draining = answer.draining
-        if answer.role and answer.role != self.role.value:
+        if answer.role:
             self._set_role(answer.role)
 
     def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
         try:
-            self._next_role = Role(role)
+            wanted = Role(role)
         except ValueError:
             log.warning("unknown_role", role=role)
             return
+        self._next_role = wanted if wanted is not self.role else None
         self._flip_if_idle()
 
     def _flip_if_idle(self) -> None:

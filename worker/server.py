@@ -8,6 +8,7 @@ Used by the Ray actor (worker/actor.py) and by `python -m worker.main`. Start-up
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import threading
@@ -37,6 +38,7 @@ log = get_log("worker.server")
 
 START_TIMEOUT_S = 120.0  # reading and dequantising a model's weights from a cold disk
 ANNOUNCE_RETRY_S = 0.5
+STOP_GRACE_S = 1.0  # for streams to hear why they end; the Cancel bound of DESIGN section 5
 # A Submit carries token ids, 5 bytes each at most: 16 MiB is above 3 million tokens; KV never rides in gRPC.
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -112,7 +114,8 @@ class WorkerServer:
     def stop(self) -> None:
         """End streams, threads and the transport; returns when nothing is left."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # it is ending by itself and has closed its loop
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     # --- the loop's thread ---
@@ -189,17 +192,16 @@ class WorkerServer:
         except RuntimeError as error:
             raise ConfigError(f"port {config.port} is in use; choose another worker port", field="port") from error
         host.start()
-        await server.start()
-        announcer = asyncio.create_task(self._announce(host), name="announce")
-        log.info("worker_ready", worker=config.worker_id, address=self.address, role=config.role)
-        self._started.set()
         try:
+            await server.start()
+            announcer = asyncio.create_task(self._announce(host), name="announce")
+            log.info("worker_ready", worker=config.worker_id, address=self.address, role=config.role)
+            self._started.set()
             await self._stop.wait()
-        finally:
             announcer.cancel()
             await asyncio.gather(announcer, return_exceptions=True)
-            await host.stop()
-            await server.stop(grace=1.0)
+        finally:
+            await asyncio.gather(server.stop(STOP_GRACE_S), host.stop())  # the server first: nobody may come back
 
     async def _announce(self, host: WorkerHost) -> None:
         """Tell the controller where we are, until it has heard."""
