@@ -57,14 +57,18 @@ class KVPlane:
         epoch: int,
         on_event: Callable[[KVEvent], None],
         transport: Transport | None = None,
+        on_fatal: Callable[[Exception], None] | None = None,
     ) -> None:
         """Make the transport at once, so that a wrong configuration is known before anything starts.
+
+        `on_fatal` is called on the KV thread, once, when the thread ends by a defect that losing every pair did not heal.
 
         Raises:
             ConfigError: see make_transport.
         """
         self._transport = transport or make_transport(config, f"{epoch:016x}")
         self._on_event = on_event
+        self._on_fatal = on_fatal
         self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, time.monotonic())
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
@@ -139,6 +143,15 @@ class KVPlane:
         self._transport.wake()
 
     def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+            self._shut_down()
+        except Exception as error:  # noqa: BLE001  a thread that died in silence would wedge the worker
+            _log.exception("the KV thread ends")
+            if self._on_fatal is not None:
+                self._on_fatal(error)
+
+    def _turn_until_stopped(self) -> None:
         spins = 0
         while not self._stopping.is_set():
             try:
@@ -151,7 +164,6 @@ class KVPlane:
                 self._core.lose_all("internal error of the KV plane")
                 self._core.deliver_events()
                 self._stopping.wait(IDLE_WAIT_S)  # a defect that lasts must not fill the log
-        self._shut_down()
 
     def _turn(self) -> bool:
         """Receive, carry out what is queued, advance; whether anything happened. The order matters: see core.receive."""

@@ -306,7 +306,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         elif kind == "hello_refused":
             theirs = message.hello_refused
             return self._refuse(
-                link, PeerRefused(f"refused by {link.peer.worker_id}: {theirs.field} {theirs.mine}", field=theirs.field)
+                link, PeerRefused(f"refused by {link.peer.worker_id}: {theirs.mine}", field=theirs.field)
             )
         elif kind == "ready":
             link.peer_ready = True

@@ -155,7 +155,7 @@ class WorkerServer:
             eos_token_ids=model.spec.eos_token_ids,
             max_model_len=max_model_len(config, model.spec),
         )
-        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event)
+        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event, on_fatal=self._forward_kv_failure)
         plane.start()
         try:
             self._host = WorkerHost(
@@ -176,6 +176,10 @@ class WorkerServer:
     def _forward_kv_event(self, event: KVEvent) -> None:
         """Called on the KV thread, which ends before the loop does."""
         self._loop.call_soon_threadsafe(self._host.on_kv, event)
+
+    def _forward_kv_failure(self, error: Exception) -> None:
+        """Like _forward_kv_event."""
+        self._loop.call_soon_threadsafe(self._on_fatal, error)
 
     async def _serve_host(self, host: WorkerHost) -> None:
         config = self._config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 
 from baton.config import EngineConfig, KVTransferConfig, WorkerConfig
@@ -77,3 +78,9 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def worker_threads(before: set[threading.Thread]) -> set[str]:
+    """Names of threads begun since `before`, without those that gRPC and asyncio keep for a whole process."""
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    return {name for name in names if "_poll_wrapper" not in name} - {"asyncio_0"}

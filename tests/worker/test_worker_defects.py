@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kv_transfer.events import Shipped
-from tests.worker.scripted_worker import ScriptedWorker, worker_config
+from tests.worker.scripted_worker import ScriptedWorker, worker_config, worker_threads
 from tests.worker.session_client import SessionClient, request
 from worker.server import WorkerServer
 
@@ -43,7 +43,12 @@ def break_kv_event(server: WorkerServer) -> None:
     server._forward_kv_event(Shipped(1, 0, 0))
 
 
-@pytest.mark.parametrize("break_it", [break_engine, break_tick, break_result, break_kv_event])
+def break_kv_thread(server: WorkerServer) -> None:
+    core = server._host._plane._core  # type: ignore[attr-defined]
+    core.receive = core.lose_all = fail
+
+
+@pytest.mark.parametrize("break_it", [break_engine, break_tick, break_result, break_kv_event, break_kv_thread])
 async def test_a_defect_behind_the_streams_ends_sessions_and_process(break_it: Callable[[WorkerServer], None]) -> None:
     before = set(threading.enumerate())
     worker = ScriptedWorker(worker_config("w", "both"))
@@ -57,4 +62,4 @@ async def test_a_defect_behind_the_streams_ends_sessions_and_process(break_it: C
     finally:
         await asyncio.to_thread(worker.server.stop)
     assert [type(error) for error in worker.fatal] == [Defect]
-    assert {t.name for t in set(threading.enumerate()) - before} <= {"asyncio_0"}
+    assert worker_threads(before) == set()

@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.request import SamplingParams
 from baton.v1 import worker_pb2
 from engine.scripted_runner import answer
-from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config
+from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config, worker_threads
 from tests.worker.session_client import SessionClient, request
 
 EPOCH = 0xABC
@@ -39,12 +39,6 @@ def busy_gauges(*routers: SessionClient) -> dict[str, int]:
 
 def has_failed(router: SessionClient) -> bool:
     return router.failure is not None
-
-
-def worker_threads(before: set[threading.Thread]) -> set[str]:
-    """But for the one thread that gRPC keeps for all servers of a process, and its executor's."""
-    names = {thread.name for thread in set(threading.enumerate()) - before}
-    return {name for name in names if "_poll_wrapper" not in name} - {"asyncio_0"}
 
 
 def test_a_taken_port_is_one_clear_error_and_leaves_no_thread_and_no_descriptor() -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.request import FinishReason, SamplingParams
 from baton.v1 import worker_pb2
 from engine.scripted_runner import answer
-from tests.worker.scripted_worker import SPEC, ScriptedWorker, running, worker_config
+from tests.worker.scripted_worker import SPEC, ScriptedWorker, running, worker_config, worker_threads
 from tests.worker.session_client import SessionClient, request
 
 EPOCH = 0xABC
@@ -193,4 +193,4 @@ async def test_stopping_leaves_no_thread_behind() -> None:
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         router.submit(request(seq(1), prompt(20), 3))
         await router.until(lambda: seq(1) in router.ended)
-    assert {t.name for t in set(threading.enumerate()) - before} <= {"asyncio_0"}
+    assert worker_threads(before) == set()
