@@ -173,7 +173,7 @@ class DecodeRole:
             self._close(decode)
 
     def _on_commit(self, peer: str, commit: kv_pb2.Commit) -> None:
-        decode = self._ticket(peer, commit.seq, commit.generation)
+        decode = self._ticket(peer, commit.seq, commit.generation) if commit.generation else None
         if decode is None or decode.state is not State.GRANTED or commit.epoch != self._ports.epoch:
             error = TransferFailed("the ticket is spent, stale or unknown")
             self._send_ticket_lost(peer, commit.seq, commit.generation, error)
@@ -340,10 +340,6 @@ class DecodeRole:
 
     def num_open(self) -> int:
         return len(self._open)
-
-    def num_tickets(self) -> int:
-        """Reservations that are open and not adopted."""
-        return sum(d.state is not State.RUNNING for d in self._open.values())
 
 
 def build(ports: Ports, config: WorkerConfig) -> DecodeRole:

@@ -81,7 +81,9 @@ def test_nobody_overtakes_a_prompt_that_could_start(
     able = [q for q in sorted(waiting_prompts, key=lambda q: q.order) if q.peer != "x" and q.peer not in full]
     assert seqs == [q.seq for q in able][: len(seqs)]
     by_seq = {q.seq: q for q in waiting_prompts}
-    used = sum(u.num_tokens_left for u in underway if u.peer not in full or u.reserve_sent_s is None)
+    used = sum(
+        u.num_tokens_left for u in underway if u.reserve_sent_s is None or NOW_S - u.reserve_sent_s <= PATIENCE_S
+    )
     assert sum(by_seq[seq].num_tokens for seq in seqs[:-1]) < BUDGET or not seqs
     if used == 0 and able:
         assert seqs

@@ -2,89 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import pytest
 
-from baton.errors import BatonError, Unavailable
-from baton.request import Request, Role, SampledToken, SamplingParams
-from baton.v1 import kv_pb2, worker_pb2
+from baton.errors import Unavailable
+from baton.request import Request, SamplingParams
 from prefill_worker.prefill_role import PrefillRole
+from tests.worker.noting_ports import Notes
 
 ROUTER, OTHER_ROUTER = 1, 2
-
-
-@dataclass
-class Notes:
-    """Every port of a role, which notes what it is asked to do."""
-
-    now: float = 10.0
-    draining: bool = False
-    links_up: bool = True
-    epoch: int = 7
-    sent: list[tuple[str, int]] = field(default_factory=list)
-    ended_: list[worker_pb2.Ended] = field(default_factory=list)
-    refused_: list[tuple[int, BatonError]] = field(default_factory=list)
-    added: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-
-    @property
-    def engine(self) -> Notes:
-        return self
-
-    @property
-    def kv(self) -> Notes:
-        return self
-
-    @property
-    def links(self) -> Notes:
-        return self
-
-    @property
-    def sessions(self) -> Notes:
-        return self
-
-    def now_s(self) -> float:
-        return self.now
-
-    def refusal(self, kind: Role) -> BatonError | None:
-        return Unavailable("draining") if self.draining else None
-
-    def add(self, request: Request, *, prefill_only: bool) -> None:
-        self.added.append(request.seq)
-
-    def drop(self, seq: int) -> None:
-        self.dropped.append(seq)
-
-    def send(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
-        if self.links_up:
-            kind = message.WhichOneof("message") or ""
-            self.sent.append((kind, message.reserve.request.seq or message.cancel.seq))
-        return self.links_up
-
-    def transport(self, peer: str) -> str:
-        return ""
-
-    def ended(self, message: worker_pb2.Ended) -> None:
-        self.ended_.append(message)
-
-    def refused(self, seq: int, error: BatonError) -> None:
-        self.refused_.append((seq, error))
-
-    def has_router(self, seq: int) -> bool:
-        return True
-
-    def token(self, token: SampledToken) -> None: ...
-    def reserve(self, request: Request) -> None: ...
-    def adopt(self, seq: int, first_token: int) -> None: ...
-    def open_outgoing(self, *_: object) -> None: ...
-    def ship(self, seq: int, block_ids: Sequence[int], num_ready_blocks: int, last: bool) -> None: ...
-    def resend(self, seq: int, frames: Sequence[int]) -> None: ...
-    def close_outgoing(self, seq: int) -> None: ...
-    def open_incoming(self, *_: object) -> None: ...
-    def commit_incoming(self, seq: int, generation: int, num_frames: int, nbytes: int) -> None: ...
-    def close_incoming(self, seq: int) -> None: ...
 
 
 def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
@@ -108,7 +33,7 @@ def submit(role: PrefillRole, n: int, router: int = ROUTER, *, priority: int = 0
 
 
 def reserves(notes: Notes) -> list[int]:
-    return [seq & 0xFFFF for kind, seq in notes.sent if kind == "reserve"]
+    return [seq & 0xFFFF for seq in notes.sent_seqs("reserve")]
 
 
 def test_a_lost_routers_prompts_are_not_started_while_they_are_ended() -> None:
@@ -134,8 +59,7 @@ def test_prompts_start_by_priority_and_a_cancelled_one_makes_room() -> None:
     assert reserves(notes) == [2, 3]
     assert role.on_cancel(ROUTER << 32 | 2)
     assert reserves(notes) == [2, 3, 5]
-    assert ("cancel", ROUTER << 32 | 2) in notes.sent
-    assert ("cancel", ROUTER << 32 | 4) not in notes.sent
+    assert notes.sent_seqs("cancel") == [ROUTER << 32 | 2]
 
 
 def test_a_link_that_does_not_take_the_reserve_leaves_the_prompt_queued() -> None:
