@@ -32,7 +32,8 @@ from baton.errors import BatonError, ConfigError
 from baton.log import configure, get_log
 from baton.request import Role
 from baton.v1 import control_pb2_grpc
-from router.controller.admin_api import Token, make_app
+from router.controller.admin_access import Token
+from router.controller.admin_api import make_app
 from router.controller.control_service import ControlService
 from router.controller.controller import Controller
 from router.controller.fleet_state import FAILED

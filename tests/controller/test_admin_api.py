@@ -8,7 +8,8 @@ from baton.config import ClusterConfig
 from baton.request import Role
 from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2
-from router.controller.admin_api import Token, make_app
+from router.controller.admin_access import Token
+from router.controller.admin_api import make_app
 from tests.controller.conftest import ControlPlane, StartWorker
 
 TOKENS = [Token("ann", "operator", "op-secret"), Token("dash", "viewer", "view-secret")]

@@ -1,0 +1,99 @@
+"""/admin/v1/workers, pools and config: who serves, how loaded they are, and orders to single workers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastapi import APIRouter, Depends
+
+from baton.config import ClusterConfig
+from baton.log import get_log
+from baton.request import Role
+from baton.v1 import worker_pb2
+from router.controller.admin_access import Doors
+from router.controller.admin_models import SetRole
+from router.controller.controller import Controller
+from router.controller.fleet_state import Member
+
+log = get_log("controller.admin")
+
+
+def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) -> APIRouter:
+    api = APIRouter(prefix="/admin/v1")
+    view, operate = Depends(doors.view), Depends(doors.operate)
+
+    @api.get("/workers", dependencies=[view])
+    async def workers() -> dict[str, object]:
+        members = [_member_json(controller, member) for member in controller.fleet.members()]
+        return {"fleet_version": controller.fleet.version, "workers": members}
+
+    @api.get("/pools", dependencies=[view])
+    async def pools() -> dict[str, object]:
+        return {"pools": {role.name.lower(): _pool_json(controller, role) for role in Role}}
+
+    @api.get("/config", dependencies=[view])
+    async def config() -> dict[str, object]:
+        return dataclasses.asdict(cluster)
+
+    @api.post("/workers/{worker_id}:drain")
+    async def drain(worker_id: str, who: str = operate) -> dict[str, object]:
+        log.info("drain", worker=worker_id, who=who)
+        return _member_json(controller, await controller.drain(worker_id, True))
+
+    @api.post("/workers/{worker_id}:undrain")
+    async def undrain(worker_id: str, who: str = operate) -> dict[str, object]:
+        log.info("undrain", worker=worker_id, who=who)
+        return _member_json(controller, await controller.drain(worker_id, False))
+
+    @api.post("/workers/{worker_id}:set_role")
+    async def set_role(worker_id: str, body: SetRole, who: str = operate) -> dict[str, object]:
+        log.info("set_role", worker=worker_id, role=body.role, who=who)
+        return _member_json(controller, await controller.set_role(worker_id, Role[body.role.upper()]))
+
+    return api
+
+
+def _member_json(controller: Controller, member: Member) -> dict[str, object]:
+    view = controller.view(member.worker_id)
+    return {
+        "worker_id": member.worker_id,
+        "role": member.role.name.lower(),
+        "state": member.state,
+        "reason": member.reason,
+        "epoch": f"{member.epoch:016x}" if member.epoch else "",
+        "address": member.address,
+        "pid": member.pid,
+        "num_restarts": member.num_restarts,
+        "fingerprint": member.fingerprint,
+        "load": _load_json(view.load) if view else None,
+        "links": [_link_json(link) for link in view.links.values()] if view else [],
+    }
+
+
+def _load_json(load: worker_pb2.Load) -> dict[str, object]:
+    gauges = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+    return {**gauges, "role": Role(load.role).name.lower() if load.role else ""}
+
+
+def _link_json(link: worker_pb2.LinkStatus) -> dict[str, object]:
+    return {
+        "peer": link.peer.worker_id,
+        "peer_epoch": f"{link.peer.epoch:016x}",
+        "state": link.state,
+        "transport": link.transport,
+        "reason": link.reason,
+    }
+
+
+def _pool_json(controller: Controller, role: Role) -> dict[str, object]:
+    members = [member for member in controller.fleet.members() if member.role is role]
+    loads = [view.load for member in members if (view := controller.view(member.worker_id))]
+    return {
+        "workers": [member.worker_id for member in members],
+        "num_ready": sum(member.state == "ready" for member in members),
+        "num_running": sum(load.num_running for load in loads),
+        "num_waiting": sum(load.num_waiting for load in loads),
+        "active_blocks": sum(load.active_blocks for load in loads),
+        "reserved_blocks": sum(load.reserved_blocks for load in loads),
+        "free_blocks": sum(load.free_blocks for load in loads),
+    }
