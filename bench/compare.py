@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.client import CallFailed
 from bench.cluster import COLOCATED, DISAGGREGATED, REPLICAS, ClusterError, Layout, running
 from bench.measure import Percentiles, Summary
-from bench.report import Machine, dump, format_ms, this_machine
+from bench.report import MIN_P99_SAMPLES, Machine, dump, format_ms, this_machine
 from bench.serve import ServeOptions, ServeResult, serve
 from bench.serve_cli import lengths, positive_int
 
@@ -56,9 +56,14 @@ def main(args: argparse.Namespace) -> int:
         print(f"baton bench compare: {error}", file=sys.stderr)
         status = 2
     machine = this_machine()
-    print(markdown(rows, machine))  # after an error too: what was measured until then
+    print(f"{markdown(rows, machine)}\n\n{conditions(args)}")  # after an error too: what was measured until then
     if args.json:
-        document = {"machine": asdict(machine), "complete": status == 0, "rows": [asdict(row) for row in rows]}
+        document = {
+            "machine": asdict(machine),
+            "config": {name: value for name, value in vars(args).items() if name != "run"},
+            "complete": status == 0,
+            "rows": [asdict(row) for row in rows],
+        }
         args.json.write_bytes(dump(document))
     return status or int(any(row.summary.num_completed == 0 for row in rows))
 
@@ -98,6 +103,16 @@ HEADER = (
 
 def markdown(rows: list[Row], machine: Machine) -> str:
     return "\n".join([f"{machine}\n", HEADER, *map(markdown_row, rows)])
+
+
+def conditions(args: argparse.Namespace) -> str:
+    """What a reader must know to read the table."""
+    flags = f", `baton up {' '.join(args.up_flags)}`" if args.up_flags else ""
+    return (
+        f"Closed loop over {'HTTP' if args.http else 'gRPC'}, random prompts of {args.input_len} tokens, {args.output_len} output"
+        f" tokens, seed {args.seed}{flags}; max({MIN_CALLS}, {WAVES} x clients) calls per row, so the p99 of fewer than"
+        f" {MIN_P99_SAMPLES} calls is their maximum. One run; the layouts take turns on the same cores as the load generator."
+    )
 
 
 def markdown_row(row: Row) -> str:

@@ -147,12 +147,17 @@ class Pool:
     """Connections to one origin. `take`, then `give` back whatever happened."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises: CallFailed: this is no URL that can be called."""
         parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise CallFailed("connect", f"{url}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not an http:// or https:// URL")
+            raise CallFailed("connect", f"{url} is not an http:// or https:// URL with a host")
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._port = parts.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{authorization}"
         self._idle: list[Connection] = []

@@ -47,6 +47,12 @@ class Lengths:
             raise ValueError(f"{text!r} is not a length: give N, LOW:HIGH or lognormal:P50,P95, each at least 1")
         return cls(parts[0], parts[-1], lognormal)
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self.lognormal:
+            return f"lognormal:{self.low},{self.high}"
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
     def sample(self, rng: random.Random) -> int:
         if not self.lognormal:
             return rng.randint(self.low, self.high)

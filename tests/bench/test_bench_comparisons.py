@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from baton.slo import DEFAULT_CLASSES
 from bench import cluster
 from bench.cluster import DISAGGREGATED, Cluster, ClusterError, running
-from bench.compare import Row, markdown
+from bench.compare import Row, add_parser, conditions, markdown
 from bench.measure import Outcome, Record, ServerTimings, summarise
 from bench.report import Machine
 from bench.shipping import Round, prefill_speed
@@ -157,3 +158,17 @@ def test_the_table_names_the_machine_and_shows_what_came_out() -> None:
     assert lines[0] == "Some CPU, 2 cores, 8 GiB, Linux x86_64, Python 3.11.7"
     assert lines[-1] == "| P/D 1+1 | 8 | 1.0 | 500 / 500 | - / - | 500 / 500 | 2 | 1 |"
     assert lines[-1].count("|") == lines[-2].count("|") == lines[-3].count("|")
+
+
+def test_the_conditions_name_the_load_and_what_a_p99_of_few_calls_is() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    said = conditions(parser.parse_args(["compare", "--input-len", "64:512", "--", "--num-threads", "1"]))
+    for words in (
+        "gRPC",
+        "prompts of 64:512 tokens",
+        "32 output tokens",
+        "`baton up --num-threads 1`",
+        "p99 of fewer than 100",
+    ):
+        assert words in said

@@ -68,8 +68,9 @@ def test_what_is_not_http_is_a_protocol_error(raw: bytes) -> None:
 
 
 def test_a_url_without_a_host_is_refused() -> None:
-    with pytest.raises(ValueError, match="http://"):
-        Pool("ftp://x")
+    for url in ("ftp://x", "http://", "http://x:abc"):
+        with pytest.raises(CallFailed, match=url):
+            Pool(url)
 
 
 CHAT_OPENING = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
