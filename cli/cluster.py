@@ -60,7 +60,10 @@ class ClusterFailed(Exception):
         last_word = child.log_tail(1)
         if last_word.startswith(f"{child.name}: "):
             return cls(last_word)
-        return cls(f"{child.name} ended with exit code {exit_code}", child.log_tail())
+        return cls(
+            f"{child.name} ended with exit code {exit_code}; its last words follow, run the command again",
+            child.log_tail(),
+        )
 
 
 class Cluster:
