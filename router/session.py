@@ -136,6 +136,8 @@ class WorkerSession:
             except Exception as error:  # RPC boundary: a message that makes no sense must not end the reconnecting
                 log.exception("session_failed", worker=self.worker_id, address=self.address)
                 reason = f"its messages cannot be understood ({type(error).__name__})"
+            if _being_cancelled():  # by `close`, at the moment when the stream ended: its error took the cancel's place
+                raise asyncio.CancelledError
             was_open = self.view is not None
             if was_open:
                 log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
