@@ -116,7 +116,7 @@ class DecodeRole:
             self._on_commit(peer, message.commit)
         elif kind == "cancel":
             decode = self._ticket(peer, message.cancel.seq, message.cancel.generation)
-            if decode is not None:
+            if decode is not None and decode.state is not State.RUNNING:  # adopted: only its router may end it now
                 self._close(decode)
         elif kind == "ping":
             now_s = self._ports.now_s()

@@ -168,3 +168,11 @@ def test_tokens_of_a_running_sequence_go_out_and_its_end_comes_once(desk: Desk) 
     assert [m.outcome for m in desk.notes.ended_] == [worker_pb2.OUTCOME_FINISHED]
     desk.reserve()
     assert desk.notes.sent[-1].reserve_refused.error.field == "seq"
+
+
+def test_a_prefill_worker_cannot_end_what_decode_has_adopted(desk: Desk) -> None:
+    desk.run()
+    desk.hear(cancel=kv_pb2.CancelTicket(seq=SEQ, generation=1, reason="transfer_failed"))
+    desk.role.on_step(StepResult(2, tokens=[SampledToken(SEQ, 1, 5)]))
+    assert [token.index for token in desk.notes.tokens] == [1]
+    assert desk.role.num_open() == 1
