@@ -106,7 +106,6 @@ class ControllerConfig:
     control_port: int = 0
     slo_store: str = ""  # SQLite file; "" = in the run folder
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
-    drain_s: float = 600.0
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in

@@ -105,7 +105,6 @@ _LIMITS: Mapping[str, Limit] = {
     "controller.admin_port": _PORT,
     "controller.control_port": _PORT,
     "controller.worker_start_timeout_s": _SECONDS,
-    "controller.drain_s": Limit("0 = do not wait for running calls", 0, 86_400),
     "controller.heartbeat_s": _SECONDS,
     "controller.missed_heartbeats": _COUNT,
     "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),

@@ -39,6 +39,7 @@ _RAY_START_S = 60.0  # measured: 4-5 s on 2 idle cores
 _PROCESS_START_S = 60.0  # measured: 1-3 s
 _STOP_S = 15.0  # a controller stops its actors in 4 s at most; Ray's head needs 1-2 s
 _STUCK_STOP_S = 3.0  # where one of ours is SIGSTOPped, others may wait for it for ever
+_HURRY_S = 3.0  # for a router told twice to end its running calls with their error; that takes milliseconds
 _SWEEP_S = 10.0
 _LOOK_S = 0.05  # between two looks at a starting process; start-up takes seconds
 
@@ -241,7 +242,7 @@ class Cluster:
         if router := children.get("router"):
             with step("Draining and stopping the router (Ctrl-C again skips the wait)"):
                 self._signals.clear()
-                end_child(router, self.config.controller.drain_s, self._signals.fd)
+                end_child(router, self.config.router.drain_s, self._signals.fd, _HURRY_S)
         with step("Stopping workers and Ray"):
             for name in ("controller", "ray"):
                 if child := children.get(name):

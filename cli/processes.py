@@ -89,8 +89,10 @@ def process_name(pid: int) -> str:
     return "?"
 
 
-def end_child(child: Child, patience_s: float, interrupt_fd: int | None = None) -> bool:
-    """SIGTERM, then SIGKILL after `patience_s`, at once if it is stopped or `interrupt_fd` becomes readable.
+def end_child(child: Child, patience_s: float, interrupt_fd: int | None = None, hurry_s: float = 0.0) -> bool:
+    """SIGTERM, then SIGKILL after `patience_s` or once `interrupt_fd` is readable; at once if it is stopped.
+
+    With `hurry_s` a second SIGTERM comes before the SIGKILL and has that long to work.
 
     Returns:
         Whether it ended by itself.
@@ -98,8 +100,13 @@ def end_child(child: Child, patience_s: float, interrupt_fd: int | None = None) 
     if child.popen.poll() is not None:
         return True
     child.popen.terminate()
-    if not is_stopped(child.pid) and _wait_for(child, patience_s, interrupt_fd):
-        return True
+    if not is_stopped(child.pid):
+        if _wait_for(child, patience_s, interrupt_fd):
+            return True
+        if hurry_s > 0:
+            child.popen.terminate()
+            if _wait_for(child, hurry_s, None):
+                return True
     child.popen.kill()
     child.popen.wait()
     return False

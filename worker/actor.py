@@ -18,6 +18,7 @@ from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
 from baton.log import configure, get_log
+from worker.engine_thread import favour_the_loop
 
 log = get_log("worker.actor")
 
@@ -43,6 +44,7 @@ class WorkerActor:
         if log_dir:
             _write_to(Path(log_dir, f"{config.worker_id}.log"))
         configure(config.worker_id, config.log_level)
+        favour_the_loop()
         self._server = _make_server(server_name, config)
         self._address = f"{config.host}:{self._server.start()}"
 

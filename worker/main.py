@@ -14,6 +14,7 @@ from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
 from baton.log import configure
+from worker.engine_thread import favour_the_loop
 from worker.server import WorkerServer
 
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
     config = from_json(WorkerConfig, parser.parse_args().config.read_text())
     configure(config.worker_id, config.log_level)
+    favour_the_loop()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
