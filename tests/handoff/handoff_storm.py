@@ -141,7 +141,7 @@ class Scenario:
             if old.prefill is not None:
                 self.rig.router.submit(
                     changed_prompt(self.rng, old.request.token_ids),
-                    old.request.sampling.max_tokens,
+                    old.request.num_tokens_left,  # a continuation's tokens are its prompt now: more would not fit the pool
                     prefill=old.prefill.worker.worker_id,
                     decode=old.decode.worker.worker_id,
                     seq=old.seq,
