@@ -5,11 +5,11 @@ Order, which is vLLM's where vLLM defines one (docs/design/logits_processors, v1
     1 logprobs are taken from the raw logits      5 presence and frequency penalty (output only, OpenAI's formula)
     2 logit_bias                                  6 temperature; 0 = the best token, the lowest id among equals
     3 min_tokens: EOS and stop ids are forbidden  7 top_k, top_p, min_p: each may only raise a threshold on the probability
-    4 repetition penalty (prompt and output)      8 draw: one uniform number against the cumulative distribution by id
+    4 repetition penalty (prompt and output)      8 draw: the exponential race of engine/randomness.py
 
 Tokens that equal the last one kept by top_k or top_p are kept too (as in Hugging Face's top_k), so no result depends on how a
-sort breaks ties. The draw walks ids upward, which needs no sort of the vocabulary. EOS ids are not forbidden by min_tokens
-under ignore_eos, where they stop nothing.
+sort breaks ties. The draw needs no sort of the vocabulary. EOS ids are not forbidden by min_tokens under ignore_eos, where
+they stop nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.errors import Internal
 from baton.request import Logprobs
 from engine.ports import BatchEntry, Sample
-from engine.randomness import uniform
+from engine.randomness import exponentials
 
 _MIN_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM; dividing by less overflows
 
@@ -85,18 +85,20 @@ def _adjust(row: Tensor, entry: BatchEntry, eos_token_ids: Sequence[int]) -> Non
 def _draw(logits: Tensor, entries: Sequence[BatchEntry]) -> list[int]:
     """Steps 6 to 8 for rows [R, V] with a temperature."""
     temperatures = torch.tensor([entry.sampling.temperature for entry in entries], dtype=logits.dtype)[:, None]
-    weights = ((logits - logits.amax(-1, keepdim=True)) / temperatures).softmax(-1)  # [R, V]
-    for row, entry in zip(weights, entries, strict=True):
-        threshold = _threshold(row, entry)
-        if threshold > 0.0:
-            row *= row >= threshold
-    cumulative = weights.cumsum(-1, dtype=torch.float64)  # [R, V]
-    totals = cumulative[:, -1:]
-    points = torch.tensor([_uniform(entry) for entry in entries], dtype=torch.float64)[:, None] * totals
-    points = points.minimum(torch.nextafter(totals, torch.zeros_like(totals)))  # a product may round up to the total
-    tokens = torch.searchsorted(cumulative, points, right=True)  # the first whose sum exceeds the point: never weight 0
-    drawn: list[int] = tokens[:, 0].tolist()
-    return drawn
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures  # [R, V]
+    return [_draw_row(row, entry) for row, entry in zip(scaled, entries, strict=True)]
+
+
+def _draw_row(row: Tensor, entry: BatchEntry) -> int:
+    """The winner among the tokens that the thresholds keep. row [V]: logits / temperature."""
+    weights = row.softmax(-1)
+    threshold = _threshold(weights, entry)
+    kept = (weights >= threshold).nonzero()[:, 0] if threshold > 0.0 else torch.arange(len(row))  # ids, ascending
+    params = entry.sampling
+    position = entry.start + len(entry.token_ids)
+    race = torch.from_numpy(exponentials(params.seed, params.sample_index, position, kept.numpy()))
+    winner = (row[kept].double() - race.log()).argmax()  # log(weight / number), up to a constant
+    return int(kept[winner])
 
 
 def _threshold(row: Tensor, entry: BatchEntry) -> float:
@@ -125,8 +127,3 @@ def _top_p_threshold(row: Tensor, lowest: float, top_p: float) -> float:
         (best.cumsum(0, dtype=torch.float64) < top_p * total).sum()
     )  # tokens that do not reach the goal yet
     return best[min(num_short, len(best) - 1)].item()
-
-
-def _uniform(entry: BatchEntry) -> float:
-    params = entry.sampling
-    return uniform(params.seed, params.sample_index, entry.start + len(entry.token_ids))

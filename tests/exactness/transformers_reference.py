@@ -1,8 +1,8 @@
 """The answer that transformers gives, with a sampler written again from its definition: what exactness is measured against.
 
-Shares with the product only the uniform number of a draw (engine/randomness.py); everything else is transformers' forward
+Shares with the product only the random numbers of a draw (engine/randomness.py); everything else is transformers' forward
 and the plainest code for each sampling rule. A token that differs is excused only where the reference itself was
-undecided: its two best logits within GAP (greedy), or the draw within GAP of another token's share (seeded).
+undecided: its two best logits within GAP (greedy), or the two first of the race (seeded).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from baton.request import SamplingParams
-from engine.randomness import uniform
+from engine.randomness import exponentials
 
 GAP = 1e-3  # fp32 logits; DESIGN section 7
 
@@ -73,8 +74,6 @@ def _choose(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tu
         ordered, ids = kept.sort(descending=True)
         share_before = (ordered.cumsum(-1) - ordered) / kept.sum()
         kept[ids[share_before >= sampling.top_p]] = 0
-    shares = (kept / kept.sum()).cumsum(-1)
-    point = uniform(sampling.seed, sampling.sample_index, position)
-    token = int((shares <= point).sum())
-    edges = (shares - point).abs().min()
-    return token, bool(edges <= GAP)
+    race = torch.from_numpy(exponentials(sampling.seed, sampling.sample_index, position, np.arange(len(kept))))
+    ratios = (kept.log() - race.log()).topk(2)
+    return int(ratios.indices[0]), bool(ratios.values[0] - ratios.values[1] <= GAP)
