@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.measure import ServerTimings
+from baton.timings import Timings
 from bench.workload import PlannedCall
 
 
@@ -25,7 +25,7 @@ class Finish:
     prompt_tokens: int | None = None  # None where the server does not count
     completion_tokens: int | None = None
     cached_tokens: int = 0
-    timings: ServerTimings | None = None
+    timings: Timings | None = None
 
 
 class CallFailed(Exception):

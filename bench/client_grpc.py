@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.timings import Timings
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.client import CallFailed, Finish, TargetInfo, Tokens
-from bench.measure import ServerTimings
 from bench.workload import PlannedCall
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def finish_of(done: serving_pb2.Done) -> Finish:
         prompt_tokens=done.usage.prompt_tokens,
         completion_tokens=done.usage.completion_tokens,
         cached_tokens=done.usage.cached_tokens,
-        timings=ServerTimings(
+        timings=Timings(
             queue_ms=timings.queue_ms,
             prefill_ms=timings.prefill_ms,
             handoff_gap_ms=timings.handoff_gap_ms,

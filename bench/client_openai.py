@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
+from baton.timings import Timings
 from bench.client import CallFailed, Finish, TargetInfo, Tokens
 from bench.http_wire import Connection, Head, Pool, SseLines
-from bench.measure import ServerTimings
 from bench.workload import SAFE_VOCABULARY, PlannedCall, words_for
 
 Json = dict[str, Any]  # one decoded object from a foreign server; it goes no further than this module
@@ -135,7 +135,7 @@ class Answer:
         self._num_tokens = 0
         self._finish_reason = ""
         self._usage: Json = {}
-        self._timings: ServerTimings | None = None
+        self._timings: Timings | None = None
         self._done = False
 
     def take(self, payload: bytes) -> int:
@@ -223,7 +223,7 @@ async def refused(connection: Connection, head: Head) -> CallFailed:
     return CallFailed(f"http_{head.status}", body.decode(errors="replace")[:MAX_ERROR_CHARS])
 
 
-def timings_of(baton: Json) -> ServerTimings:
+def timings_of(baton: Json) -> Timings:
     """Read Baton's timings, whichever of them are there."""
 
     def number(name: str) -> float:
@@ -232,7 +232,7 @@ def timings_of(baton: Json) -> ServerTimings:
     def text(name: str) -> str:
         return str(baton.get(name) or "")
 
-    return ServerTimings(
+    return Timings(
         queue_ms=number("queue_ms"),
         prefill_ms=number("prefill_ms"),
         handoff_gap_ms=number("handoff_gap_ms"),

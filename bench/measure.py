@@ -19,28 +19,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.slo import SLO, Verdict
+from baton.timings import Timings
 
 
 class Outcome(enum.StrEnum):
     COMPLETED = "completed"
     CANCELLED = "cancelled"  # by the plan of the workload
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTimings:
-    """serving.proto Timings; what a server does not say stays 0 or ""."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    handoff_gap_ms: float = 0.0
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
-    kv_bytes: int = 0
-    kv_transfer_ms: float = 0.0
-    transport: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +41,7 @@ class Record:
     prompt_tokens: int = 0  # the server's count where it gives one, else the plan's
     cached_tokens: int = 0
     usage_tokens: int | None = None  # the server's count of output tokens
-    timings: ServerTimings | None = None
+    timings: Timings | None = None
     error_kind: str = ""
     error_message: str = ""
 

@@ -25,8 +25,9 @@ from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.slo import SLO, Verdict
+from baton.timings import Timings
 from router.admission import MIN_RETRY_AFTER_S, Admission
-from router.call_events import CallDone, CallEvent, ChoiceFinished, Outbox, Piece, Queued, Timings, Usage
+from router.call_events import CallDone, CallEvent, ChoiceFinished, Outbox, Piece, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.request import FinishReason, SampledToken
+from baton.timings import Timings
 
 HIGH_WATER = 16  # events; writing that many takes 0.3 ms (DESIGN section 8), less than one decode step
 MAX_MERGED = 1_024  # events per take: with 20 logprobs each, 0.7 MB on the wire, below gRPC's limit for one message
@@ -62,22 +63,6 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """serving.proto Timings. Of choice 0, except ttft_ms (first of all choices) and kv_bytes (their sum)."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    handoff_gap_ms: float = 0.0
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
-    kv_bytes: int = 0
-    kv_transfer_ms: float = 0.0
-    transport: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

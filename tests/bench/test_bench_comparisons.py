@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from baton.slo import DEFAULT_CLASSES
+from baton.timings import Timings
 from bench import cluster
 from bench.cluster import DISAGGREGATED, Cluster, ClusterError, running
 from bench.compare import Row, add_parser, conditions, markdown
-from bench.measure import Outcome, Record, ServerTimings, summarise
+from bench.measure import Outcome, Record, summarise
 from bench.report import Machine
 from bench.shipping import Round, prefill_speed
 
@@ -127,7 +128,7 @@ def record(*, outcome: Outcome = Outcome.COMPLETED, kv_bytes: int = 0, prefill_m
         token_times_s=(0.5, 1.0),
         prompt_tokens=1_100,
         cached_tokens=100,
-        timings=ServerTimings(prefill_ms=prefill_ms, kv_bytes=kv_bytes),
+        timings=Timings(prefill_ms=prefill_ms, kv_bytes=kv_bytes),
     )
 
 

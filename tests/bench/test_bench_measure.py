@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.slo import SLO
+from baton.timings import Timings
 from bench.measure import (
     GAP_FROM_CLIENT,
     GAP_FROM_SERVER,
     Outcome,
     Record,
-    ServerTimings,
+    Timings,
     nearest_rank,
     percentiles,
     summarise,
@@ -31,7 +32,7 @@ def record(
     sent_s: float = 0.75,
     end_s: float = 2.5,
     usage_tokens: int | None = None,
-    timings: ServerTimings | None = None,
+    timings: Timings | None = None,
     error_kind: str = "",
 ) -> Record:
     return Record(
@@ -92,14 +93,14 @@ def test_a_percentile_was_observed_and_enough_values_do_not_exceed_it(values: li
 
 
 def test_the_servers_handoff_gap_is_preferred_and_never_mixed_with_the_clients() -> None:
-    mixed = [record(timings=ServerTimings(handoff_gap_ms=42.0)), record()]
+    mixed = [record(timings=Timings(handoff_gap_ms=42.0)), record()]
     summary = summarise(mixed, started_s=0.0, slo=LOOSE)
     assert summary.handoff_gap_source == GAP_FROM_SERVER
     assert (summary.handoff_gap_ms.n, summary.handoff_gap_ms.max) == (1, 42.0)
 
 
 def test_answers_of_one_worker_have_no_handoff_and_so_no_gap() -> None:
-    here, shipped = record(timings=ServerTimings()), record(timings=ServerTimings(handoff_gap_ms=42.0))
+    here, shipped = record(timings=Timings()), record(timings=Timings(handoff_gap_ms=42.0))
     assert summarise([here, shipped], started_s=0.0, slo=LOOSE).handoff_gap_ms.n == 1
     assert summarise([here], started_s=0.0, slo=LOOSE).handoff_gap_ms.n == 0
 
