@@ -15,7 +15,6 @@ from bench.measure import (
     GAP_FROM_SERVER,
     Outcome,
     Record,
-    Timings,
     nearest_rank,
     percentiles,
     summarise,
