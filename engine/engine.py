@@ -6,7 +6,7 @@ engine thread. Its only clock measures how long a run took.
 
 When the Runner raises, each sequence of that batch is run again alone (computing the same tokens into the same blocks is
 idempotent), so one bad sequence fails alone and a batch that was merely too big succeeds in parts; whoever fails again
-ends with an error and its blocks are free.
+ends with an error and its blocks are free (a prefill-only one's on `drop`: a transfer may still read them).
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """A sequence left the engine by itself: finished (blocks are free) or failed (error is set, blocks are free)."""
+    """A sequence ended by itself: finished, or failed (error is set). Its blocks are free, but for a prefill-only one that
+    failed while it ran: those stay held until `drop`."""
 
     seq: int
     finish: FinishReason
@@ -160,7 +161,7 @@ class Engine(Protocol):
     """What a worker drives (engine/engine.py is the one implementation; tests may script it)."""
 
     def add(self, request: Request, now_s: float, *, prefill_only: bool = False) -> None:
-        """Queue a sequence. prefill_only: stop after the first token and hold the blocks until `drop`."""
+        """Queue a sequence. prefill_only: stop after the first token, or a failure, and hold the blocks until `drop`."""
         ...
 
     def reserve(self, request: Request, now_s: float) -> None:

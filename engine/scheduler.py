@@ -164,7 +164,7 @@ class Scheduler:
         for chunk, outcome in zip(plan.chunks, outcomes, strict=True):
             sequence = chunk.sequence
             if isinstance(outcome, BatonError):
-                result.ended.append(self._end(sequence, FinishReason.NONE, outcome))
+                result.ended.append(self._fail(sequence, outcome))
                 continue
             self._advance(sequence, chunk.num_tokens, result)
             if outcome is not None:
@@ -321,6 +321,13 @@ class Scheduler:
     def _end(self, sequence: Sequence, finish: FinishReason, error: BatonError | None = None) -> SequenceEnded:
         self.drop(sequence.seq)
         return SequenceEnded(sequence.seq, finish, sequence.stats(), error)
+
+    def _fail(self, sequence: Sequence, error: BatonError) -> SequenceEnded:
+        """End a sequence; a prefill-only one keeps its blocks until `drop`, since a transfer may still read them."""
+        if not sequence.prefill_only:
+            return self._end(sequence, FinishReason.NONE, error)
+        self._move(sequence, SeqState.HELD)
+        return SequenceEnded(sequence.seq, FinishReason.NONE, sequence.stats(), error)
 
     def _release(self, sequence: Sequence) -> None:
         """The one place where blocks are given back."""

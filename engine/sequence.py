@@ -1,7 +1,7 @@
 """One request's state inside one engine, and the rules by which it stops.
 
     1 WAITING ── admit ──▶ 2 RUNNING ── stop, failure, drop ──▶ gone
-        ▲─── preempt ────────┘  │ prefill_only: first token
+        ▲─── preempt ────────┘  │ prefill_only: first token, or failure
                                 ▼
                              3 HELD ── drop ──▶ gone
     4 QUEUED ── grant ──▶ 5 RESERVED ── adopt ──▶ 2 RUNNING

@@ -349,10 +349,13 @@ def test_a_batch_that_is_too_big_for_memory_is_computed_in_parts() -> None:
 
 @pytest.mark.parametrize("prefill_only", [True, False])
 def test_out_of_memory_is_unavailable_and_frees_everything(prefill_only: bool) -> None:
+    """What a prefill-only sequence has is freed by drop alone: a transfer may be reading its earlier chunks."""
     rig = fail_on(1, error=MemoryError())
     rig.engine.add(make_request(1, 100), 0.0, prefill_only=prefill_only)
     rig.run()
     assert isinstance(rig.ended[1].error, Unavailable)
+    assert rig.engine.load().active_blocks == (7 if prefill_only else 0)
+    rig.engine.drop(1)
     assert rig.is_idle()
     good = make_request(2, 100)
     rig.engine.add(good, 0.0)

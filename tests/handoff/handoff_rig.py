@@ -219,10 +219,7 @@ class WatchedStore:
         self._worker = worker
 
     def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
-        # Where the model failed, the blocks are free at once (engine/ports.py) while earlier chunks of them may still be on
-        # their way: harmless, since a failed prefill never commits.
-        if not self._worker.fail_seqs:
-            self._check("reads", block_ids)
+        self._check("reads", block_ids)
         self._cache.gather(block_ids, layer_start, num_layers, out)
 
     def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
