@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from baton.config import WorkerConfig
@@ -15,10 +16,11 @@ from baton.config_load import from_json
 from baton.errors import ConfigError
 from baton.log import configure
 from worker.engine_thread import favour_the_loop
-from worker.server import WorkerServer
+from worker.server import LoadedModel, WorkerServer, load_torch_model
 
 
-def main() -> int:
+def main(load_model: Callable[[WorkerConfig], LoadedModel] = load_torch_model) -> int:
+    """Run one worker to its end. Returns the exit status. `load_model`: tests bring a runner of their own."""
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
     config = from_json(WorkerConfig, parser.parse_args().config.read_text())
@@ -33,7 +35,7 @@ def main() -> int:
         failed.append(error)
         ended.set()
 
-    server = WorkerServer(config, on_fatal)
+    server = WorkerServer(config, on_fatal, load_model)
     try:
         port = server.start()
     except ConfigError as error:
