@@ -2,6 +2,10 @@
 
 Query heads that share a KV head ride as rows of one matrix, so grouped-query attention copies no keys. A group's keys are
 gathered from their blocks into one padded tensor; groups are cut so that this copy stays in a near cache.
+
+Whatever K and V are attended to were rounded as the cache rounds them, in a prefill too: one pass over a text and step by
+step are then the same function. A cache of bytes is float8_e4m3 (baton/kv_fp8.py), its head vectors are E = D + 4 long;
+others hold numbers, E = D.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baton.kv_fp8 import dequantise, quantise
 from engine.ports import BatchEntry
 
 # Padded tokens that one decode group gathers: 3 MiB of the demo model's K and V per layer. Measured at batch 32 x 500
@@ -125,18 +130,28 @@ def _chunk(entry: BatchEntry, first: int, block_size: int) -> Chunk:
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, step: StepTensors) -> Tensor:
     """Write this step's K and V to their slots, then attend.
 
-    q [T, H, D]; k, v [T, K, D] of this step; layer [2, N, S, K, D] = one layer of the cache. Returns [T, H * D].
+    q [T, H, D]; k, v [T, K, D] of this step; layer [2, N, S, K, E] = one layer of the cache. Returns [T, H * D].
     """
-    num_kv_heads, head_dim = k.shape[1:]
-    for component, new in enumerate((k, v)):
-        layer[component].view(-1, num_kv_heads, head_dim).index_copy_(0, step.slots, new.to(layer.dtype))
+    new = [_to_cache(k, layer.dtype), _to_cache(v, layer.dtype)]  # [T, K, E]
+    for component, stored in enumerate(new):
+        layer[component].view(-1, *stored.shape[1:]).index_copy_(0, step.slots, stored)
     out = torch.empty_like(q)  # [T, H, D]
     for group in step.decodes:
         out[group.first : group.last] = _attend_decodes(q[group.first : group.last], layer, group)
     for chunk in step.chunks:
         rows = slice(chunk.first, chunk.last)
-        out[rows] = _attend_chunk(q[rows], k[rows], v[rows], layer, chunk)
+        out[rows] = _attend_chunk(q[rows], [component[rows] for component in new], layer, chunk)
     return out.flatten(1)
+
+
+def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Head vectors x [..., D] as a cache of `dtype` holds them: [..., E]."""
+    return quantise(x) if dtype == torch.uint8 else x.to(dtype)
+
+
+def _from_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of _to_cache, in the compute dtype."""
+    return dequantise(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
 
 
 def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
@@ -144,7 +159,7 @@ def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
     batch, num_heads, head_dim = q.shape
     num_kv_heads = layer.shape[3]
     keys, values = (
-        layer[component].index_select(0, group.block_ids).view(batch, -1, num_kv_heads, head_dim).to(q.dtype)
+        _from_cache(layer[component].index_select(0, group.block_ids).view(batch, -1, *layer.shape[3:]), q.dtype)
         for component in (0, 1)
     )  # [B, M * S, K, D]
     grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, K, H / K, D]
@@ -154,17 +169,13 @@ def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
     return out.reshape(batch, num_heads, head_dim)
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, chunk: Chunk) -> Tensor:
-    """Attend from one sequence's q [n, H, D] to all its tokens so far. Returns [n, H, D]."""
-    num_kv_heads, head_dim = k.shape[1:]
+def _attend_chunk(q: Tensor, new: Sequence[Tensor], layer: Tensor, chunk: Chunk) -> Tensor:
+    """Attend from one sequence's q [n, H, D] to all its tokens so far; `new` [n, K, E] is its own part. Returns [n, H, D]."""
     if chunk.block_ids is None:
-        keys, values = k.to(layer.dtype).to(q.dtype), v.to(layer.dtype).to(q.dtype)  # rounded as if read from the cache
+        keys, values = (_from_cache(component, q.dtype) for component in new)
     else:
         keys, values = (
-            layer[component]
-            .index_select(0, chunk.block_ids)
-            .view(-1, num_kv_heads, head_dim)[: chunk.num_tokens]
-            .to(q.dtype)
+            _from_cache(layer[component].index_select(0, chunk.block_ids).flatten(0, 1)[: chunk.num_tokens], q.dtype)
             for component in (0, 1)
         )  # [tokens, K, D]
     out = F.scaled_dot_product_attention(
@@ -173,6 +184,6 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, chunk: Chunk) 
         values.transpose(0, 1)[None],
         attn_mask=chunk.mask,
         is_causal=chunk.mask is None,
-        enable_gqa=q.shape[1] != num_kv_heads,
+        enable_gqa=q.shape[1] != layer.shape[3],
     )  # [1, H, n, D]
     return out[0].transpose(0, 1)
