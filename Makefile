@@ -5,6 +5,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -e '$(1)' | sed -un 's/^ *Downloading /  /p; /^Installing/s/:.*//p'
 , := ,
 PACKAGES := baton engine kv_transfer worker prefill_worker decode_worker router bench cli
+BUILD := pyproject.toml setup.py baton/_kv_copy.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .PHONY: venv demo test lint types stubs exact proto clean
@@ -29,11 +30,11 @@ proto: .venv/installed-test
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info baton/*.so
 
 .venv/bin/python:
 	@echo "Creating .venv" && $(PYTHON) -m venv .venv
-.venv/installed: pyproject.toml | .venv/bin/python
+.venv/installed: $(BUILD) | .venv/bin/python
 	@echo "Installing Baton and what it needs (torch and ray are large: some minutes)" && $(call INSTALL,.) && touch $@
-.venv/installed-test: pyproject.toml | .venv/bin/python
+.venv/installed-test: $(BUILD) | .venv/bin/python
 	@echo "Installing Baton with its tests and tools (some minutes)" && $(call INSTALL,.[test$(,)dev]) && touch $@

@@ -1,13 +1,15 @@
 """The shape of one block of KV, the same words on both ends of a transfer.
 
-Wire order inside a frame: [layer][component][block][S][K][D], little-endian, no padding.
+Wire order inside a frame: [layer][component][block][S][K][head_bytes], little-endian, no padding. The [S][K][head_bytes] of one
+(layer, component, block) are a run, contiguous in a pool too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}  # of one element
+SCALE_BYTES = 4  # float32; follows each fp8 head vector, so that a new token never rescales others
 DEFAULT_BLOCK_SIZE = 16  # tokens; DESIGN section 5
 
 
@@ -21,9 +23,19 @@ class KVLayout:
     num_components: int = 2  # K and V
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of one head vector of one token, with its scale where the dtype has one."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.dtype == "float8_e4m3" else 0)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one block in one layer and component."""
+        return self.block_size * self.num_kv_heads * self.head_bytes
+
+    @property
     def layer_block_bytes(self) -> int:
         """Bytes of one block in one layer, all components."""
-        return self.num_components * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_components * self.run_bytes
 
     @property
     def block_bytes(self) -> int:
