@@ -5,9 +5,11 @@ Loading (YAML <- environment <- flags, merged once, with origins) is `baton.conf
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 LOOPBACK = "127.0.0.1"
+KV_DTYPE_ALIASES = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3"}  # what other engines call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,18 @@ class EngineConfig:
     block_size: int = 16  # tokens per block; DESIGN section 5
     num_blocks: int = 0  # 0 = from kv_memory_bytes
     kv_memory_bytes: int = 1 << 30  # 1 GiB = 23,301 tokens of the demo model at 46,080 B/token
-    kv_cache_dtype: str = "auto"  # auto = the compute dtype
+    kv_cache_dtype: str = "auto"  # auto = the compute dtype; float8_e4m3 = 8 bits and a scale per head vector
     max_num_seqs: int = 64  # sequences that decode in one step
     max_num_batched_tokens: int = 2_048  # token budget of one step
     chunk_tokens: int = 512  # largest prefill chunk of one sequence in one step
     prefix_cache: bool = True
     num_threads: int = 0  # torch intra-op threads; 0 = cores / workers on this host, at least 1
     max_queued_seqs: int = 1_024  # submissions waiting in one worker; more are refused as Overloaded
+
+    def kv_dtype(self, compute_dtype: str) -> str:
+        """What the KV cache holds, by its one name (baton/kv_layout.py)."""
+        wanted = compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return KV_DTYPE_ALIASES.get(wanted, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ class KVTransferConfig:
     transport: str = "ucx"  # ucx | loopback (tests, one process)
     ucx_tls: str = "all"  # UCX_TLS, e.g. "tcp" or "posix,sysv,self"
     ucx_net_devices: str = "lo"
-    require_rdma: bool = False  # refuse to start where UCX finds no RDMA transport
+    ucx: Mapping[str, str] = field(default_factory=dict)  # more options of UCX, by name without UCX_
+    require_rdma: bool = False  # refuse to start, and refuse pairs, where KV would go another way
     frame_bytes: int = 4 << 20  # one slot: header and payload
     num_slots: int = 8  # per pair and direction
     lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
@@ -65,7 +73,7 @@ class WorkerConfig:
     decode_role: str = "decode_worker.decode_role:build"
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3  # then a router counts as gone
-    outbox_bytes: int = 4 << 20  # per router; beyond it, or 5 s behind, that router's Session is dropped
+    outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -122,8 +130,15 @@ class ClusterConfig:
     prefill: int = 1
     decode: int = 1
     both: int = 0  # --colocated: prefill 0, decode 0, both 1
+    decode_kv_cache_dtype: str = "auto"  # of the decode pool alone; auto = engine.kv_cache_dtype
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+    def engine_of(self, role: str) -> EngineConfig:
+        """The engine settings of one pool's workers."""
+        if role != "decode" or self.decode_kv_cache_dtype == "auto":
+            return self.engine
+        return replace(self.engine, kv_cache_dtype=self.decode_kv_cache_dtype)

@@ -3,7 +3,7 @@
 A setting is named by its dotted path in `ClusterConfig` ("router.http_port"); in the environment that is
 BATON__ROUTER__HTTP_PORT. Every value remembers where it came from (`baton up --print-config`), is checked against its
 type and its limit, and a wrong one is refused with value, limit and reason. An unknown name is refused with the nearest
-known one.
+known one. `kv.ucx` is a map: its names are UCX's, in capitals, and UCX itself refuses those that it does not know.
 
 Also hands configs to child processes: `to_json` and `from_json`. Reads nothing at import, never mutates a config.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
-from baton.config import ClusterConfig
+from baton.config import KV_DTYPE_ALIASES, ClusterConfig
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ T = TypeVar("T", bound="DataclassInstance")
 Scalar = str | int | float | bool
 ENV_PREFIX = "BATON__"
 DEFAULT = "default"  # the origin of what nobody set
+_MAP = "kv.ucx"  # the one setting that is a map of names to text
+_UCX_NAME = re.compile(r"(?!UCX_)[A-Z][A-Z0-9_]*")
+_UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # options that have a setting of their own
+_UCX_BOOLS = {True: "y", False: "n"}
 _DERIVED = ("router.model.",)  # copied from `model.` so that router and workers cannot disagree
 
 
@@ -59,7 +64,8 @@ def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
-_DTYPES = ("float32", "bfloat16", "float16")  # what the engine computes and caches in; KV on the wire knows more
+_DTYPES = ("float32", "bfloat16", "float16")
+_KV_DTYPES = ("auto", *_DTYPES, "float8_e4m3", *KV_DTYPE_ALIASES)
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
@@ -69,12 +75,13 @@ _LIMITS: Mapping[str, Limit] = {
     "prefill": _WORKERS,
     "decode": _WORKERS,
     "both": _WORKERS,
+    "decode_kv_cache_dtype": Limit("auto = engine.kv_cache_dtype", choices=_KV_DTYPES),
     "model.dtype": Limit("the compute dtypes of the engine", choices=_DTYPES),
     "model.max_model_len": Limit("tokens; 0 = the model's own", 0),
     "engine.block_size": Limit("tokens per block", 1, 256),
     "engine.num_blocks": Limit("0 = from engine.kv_memory_bytes", 0),
     "engine.kv_memory_bytes": Limit("one block of a small model takes about 1 MiB", 1 << 20),
-    "engine.kv_cache_dtype": Limit("auto = the compute dtype", choices=("auto", *_DTYPES)),
+    "engine.kv_cache_dtype": Limit("auto = the compute dtype", choices=_KV_DTYPES),
     "engine.max_num_seqs": _COUNT,
     "engine.max_num_batched_tokens": _COUNT,
     "engine.chunk_tokens": _COUNT,
@@ -150,8 +157,9 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, tupl
     values: dict[str, Scalar] = {path: value for path, value in _leaves(ClusterConfig()) if path in types}
     origins = dict.fromkeys(values, DEFAULT)
     for setting in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
-        values[setting.path] = _checked(setting, types)
-        origins[setting.path] = setting.origin
+        path, value = _checked_ucx(setting) if _is_ucx(setting) else (setting.path, _checked(setting, types))
+        values[path] = value
+        origins[path] = setting.origin
     cluster = _build(ClusterConfig, _nested(values))
     cluster = dataclasses.replace(cluster, router=dataclasses.replace(cluster.router, model=cluster.model))
     _check_together(cluster)
@@ -233,7 +241,7 @@ def _leaf_types(kind: type[DataclassInstance], prefix: str = "") -> Iterator[tup
         hint = hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from _leaf_types(hint, f"{prefix}{field.name}.")
-        else:
+        elif f"{prefix}{field.name}" != _MAP:
             yield f"{prefix}{field.name}", hint
 
 
@@ -242,6 +250,8 @@ def _leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, 
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _leaves(value, f"{prefix}{field.name}.")
+        elif isinstance(value, Mapping):
+            yield from ((f"{prefix}{field.name}.{name}", value[name]) for name in value)
         else:
             yield f"{prefix}{field.name}", value
 
@@ -258,6 +268,27 @@ def _checked(setting: Setting, types: Mapping[str, type]) -> Scalar:
     if limit is not None and not limit.allows(value):
         raise ConfigError(f"{where}: must be {limit} ({limit.why})", field=setting.path)
     return value
+
+
+def _is_ucx(setting: Setting) -> bool:
+    return setting.path.startswith(f"{_MAP}.")
+
+
+def _checked_ucx(setting: Setting) -> tuple[str, str]:
+    """The path, with the option's name in UCX's capitals, and the value as UCX reads it."""
+    name, value = setting.path.removeprefix(f"{_MAP}.").upper(), setting.value
+    path = f"{_MAP}.{name}"
+    where = f"{path} = {value!r} (from {setting.origin})"
+    if not _UCX_NAME.fullmatch(name):
+        hint = "leave out the prefix UCX_" if name.startswith("UCX_") else "a name is letters, digits and _"
+        raise ConfigError(f"{where}: is no name of a UCX option; {hint}", field=path)
+    if name in _UCX_TAKEN:
+        raise ConfigError(f"{where}: set {_UCX_TAKEN[name]} instead", field=path)
+    if isinstance(value, bool):
+        value = _UCX_BOOLS[value]
+    if not isinstance(value, str | int | float) or not str(value):
+        raise ConfigError(f"{where}: must be text or a number", field=path)
+    return path, str(value)
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -285,7 +316,7 @@ def _parsed(text: str, kind: type) -> Scalar | None:
 def _unknown(setting: Setting, types: Mapping[str, type]) -> str:
     if setting.path.startswith(_DERIVED):
         return f"{setting.path} (from {setting.origin}) follows {setting.path.removeprefix('router.')}; set that one"
-    sections = {path.rpartition(".")[0] for path in types} - {""}
+    sections = {path.rpartition(".")[0] for path in types} - {""} | {_MAP}
     if setting.path in sections:
         return f"{setting.path} (from {setting.origin}) is a section; set names in it, such as {setting.path}.*"
     near = difflib.get_close_matches(setting.path, types, n=1, cutoff=0.0)
@@ -304,6 +335,11 @@ def _check_together(cluster: ClusterConfig) -> None:
         twins = [other for other, its_port in _ports(cluster).items() if port and its_port == port and other != path]
         if twins:
             raise ConfigError(f"{path} and {twins[0]} are both {port}: each needs a port of its own", field=path)
+    if cluster.kv.require_rdma and cluster.kv.transport != "ucx":
+        raise ConfigError(
+            f"kv.require_rdma is set, but kv.transport = {cluster.kv.transport} has no RDMA: use ucx",
+            field="kv.require_rdma",
+        )
     engine = cluster.engine
     if engine.chunk_tokens > engine.max_num_batched_tokens:
         raise ConfigError(
@@ -336,9 +372,13 @@ def _build(kind: type[T], data: object) -> T:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             values[name] = _build(hint, value)
             continue
+        if typing.get_origin(hint) is Mapping and isinstance(value, dict):
+            values[name] = {str(key): str(item) for key, item in value.items()}
+            continue
         values[name] = _typed(value, hint)
         if values[name] is None:
-            raise ConfigError(f"{kind.__name__}.{name} = {value!r}: must be {_KIND_NAMES[hint]}", field=name)
+            wanted = _KIND_NAMES.get(hint, "a map of names to text")
+            raise ConfigError(f"{kind.__name__}.{name} = {value!r}: must be {wanted}", field=name)
     try:
         return kind(**values)
     except TypeError as error:

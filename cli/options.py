@@ -33,7 +33,8 @@ FLAGS = (
     Flag("--block-size", "engine.block_size", int, "tokens per KV block"),
     Flag("--num-blocks", "engine.num_blocks", int, "KV blocks per worker; 0 = from --kv-memory-bytes"),
     Flag("--kv-memory-bytes", "engine.kv_memory_bytes", int, "KV memory per worker, bytes"),
-    Flag("--kv-cache-dtype", "engine.kv_cache_dtype", str, "auto = the compute dtype"),
+    Flag("--kv-cache-dtype", "engine.kv_cache_dtype", str, "auto = the compute dtype; fp8 = 8 bits"),
+    Flag("--decode-kv-cache-dtype", "decode_kv_cache_dtype", str, "of decode workers; auto = --kv-cache-dtype"),
     Flag("--max-num-seqs", "engine.max_num_seqs", int, "sequences that decode in one step"),
     Flag("--max-num-batched-tokens", "engine.max_num_batched_tokens", int, "token budget of one step"),
     Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk, tokens"),
@@ -57,7 +58,22 @@ def add_config_flags(parser: argparse.ArgumentParser, *, free_ports: bool = Fals
     group.add_argument(
         "--colocated", action="store_true", help="one worker that does both; no prefill and decode pools"
     )
+    group.add_argument(
+        "--ucx",
+        type=_ucx_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of UCX without its prefix, such as RNDV_THRESH=64k; may be repeated",
+    )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
+
+
+def _ucx_option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def _default(flag: Flag) -> object:
@@ -80,6 +96,8 @@ def load_config(args: argparse.Namespace) -> Loaded:
         )
     if args.colocated:
         flags |= {path: ("--colocated", size) for path, size in (("prefill", 0), ("decode", 0), ("both", 1))}
+    for name, value in args.ucx:
+        flags[f"kv.ucx.{name}"] = (f"--ucx {name}=", value)
     if args.no_prefix_cache:
         flags["engine.prefix_cache"] = ("--no-prefix-cache", False)
     return load(args.config, os.environ, flags)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, RouterConfig
+from baton.config import ClusterConfig, KVTransferConfig, RouterConfig
 from baton.config_load import from_json, load, to_json
 from baton.errors import ConfigError
 
@@ -42,6 +42,15 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e4m3"}, ["float8_e4m3", "auto, float32, bfloat16, float16"]),
         ({"BATON__ROUTER__HTTP_PORT": "50051"}, ["router.http_port", "router.grpc_port", "both 50051"]),
         ({"BATON__ENGINE__CHUNK_TOKENS": "4096"}, ["engine.chunk_tokens", "4096", "2048"]),
+        ({"BATON__KV__UCX": "x"}, ["kv.ucx", "section"]),
+        ({"BATON__KV__UCX__UCX_RNDV_THRESH": "1"}, ["kv.ucx.UCX_RNDV_THRESH", "leave out the prefix UCX_"]),
+        ({"BATON__KV__UCX__TLS": "tcp"}, ["kv.ucx.TLS", "set kv.ucx_tls instead"]),
+        ({"BATON__KV__UCX__A-B": "1"}, ["kv.ucx.A-B", "letters, digits and _"]),
+        ({"BATON__KV__UCX__RNDV_THRESH": ""}, ["kv.ucx.RNDV_THRESH", "text or a number"]),
+        (
+            {"BATON__KV__REQUIRE_RDMA": "true", "BATON__KV__TRANSPORT": "loopback"},
+            ["kv.require_rdma", "kv.transport = loopback has no RDMA"],
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_with_value_limit_and_reason(environ: dict[str, str], words: list[str]) -> None:
@@ -49,6 +58,24 @@ def test_a_wrong_setting_is_refused_with_value_limit_and_reason(environ: dict[st
         load(None, environ, {})
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_options_of_ucx_pass_through_from_every_source_and_know_their_origin(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("kv:\n  ucx: {RNDV_THRESH: 65536, MAX_EAGER_LANES: 2, ADDRESS_DEBUG_INFO: false}\n")
+    environ = {"BATON__KV__UCX__MAX_EAGER_LANES": "3", "BATON__KV__UCX__TCP_TX_SEG_SIZE": "64k"}
+    loaded = load(file, environ, {"kv.ucx.tcp_tx_seg_size": ("--ucx tcp_tx_seg_size=", "128k")})
+    assert loaded.config.kv.ucx == {
+        "RNDV_THRESH": "65536",
+        "MAX_EAGER_LANES": "3",
+        "ADDRESS_DEBUG_INFO": "n",
+        "TCP_TX_SEG_SIZE": "128k",
+    }
+    assert loaded.origins["kv.ucx.MAX_EAGER_LANES"] == "env BATON__KV__UCX__MAX_EAGER_LANES"
+    (line,) = [line for line in loaded.describe() if line.startswith("kv.ucx.TCP")]
+    assert line.split(" = ")[1].split()[0] == '"128k"'
+    assert line.endswith("# flag --ucx tcp_tx_seg_size=")
+    assert from_json(ClusterConfig, to_json(loaded.config)) == loaded.config
 
 
 @pytest.mark.parametrize(
@@ -60,6 +87,8 @@ def test_a_wrong_setting_is_refused_with_value_limit_and_reason(environ: dict[st
         ("- a", ["mapping"]),
         ("a: [", ["not YAML"]),
         ("router:", ["router", "section"]),
+        ("kv: {ucx: }", ["kv.ucx", "section"]),
+        ("kv: {ucx: {RNDV_THRESH: [1]}}", ["kv.ucx.RNDV_THRESH", "text or a number"]),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -85,6 +114,11 @@ def test_a_config_survives_the_way_to_a_child_process() -> None:
     config = load(None, {"BATON__KV__LEASE_S": "2", "BATON__MODEL__PATH": "m"}, {}).config
     assert from_json(ClusterConfig, to_json(config)) == config
     assert from_json(RouterConfig, to_json(config.router)) == config.router
+
+
+def test_options_of_ucx_that_are_no_map_are_refused_by_the_child() -> None:
+    with pytest.raises(ConfigError, match="must be a map of names to text"):
+        from_json(KVTransferConfig, '{"ucx": 3}')
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"http_prt": 1}', '{"http_port": "1"}', '{"model": 3}'])
