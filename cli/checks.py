@@ -68,11 +68,13 @@ def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None
     """Raises: ConfigError: weights and KV of all workers do not fit into `available` bytes."""
     num_workers = config.prefill + config.decode + config.both
     weights = num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
-    need = _CLUSTER_BYTES + num_workers * (_WORKER_BYTES + weights + _kv_bytes(config, spec))
+    pools = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
+    kv = sum(size * _kv_bytes(config, role, spec) for role, size in pools)
+    need = _CLUSTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv
     if need > available:
         raise ConfigError(
-            f"{num_workers} workers need about {need / 2**30:.1f} GiB of memory ({weights / 2**30:.1f} GiB weights and"
-            f" {_kv_bytes(config, spec) / 2**30:.1f} GiB KV each), {available / 2**30:.1f} GiB is available; lower"
+            f"{num_workers} workers need about {need / 2**30:.1f} GiB of memory ({weights / 2**30:.1f} GiB weights each,"
+            f" {kv / 2**30:.1f} GiB KV in all), {available / 2**30:.1f} GiB is available; lower"
             " --kv-memory-bytes or the number of workers",
             field="engine.kv_memory_bytes",
         )
@@ -97,11 +99,11 @@ def num_parameters(spec: ModelSpec) -> int:
     return embeddings + spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
 
 
-def _kv_bytes(config: ClusterConfig, spec: ModelSpec) -> int:
-    if not config.engine.num_blocks:
-        return config.engine.kv_memory_bytes
-    dtype = config.model.dtype if config.engine.kv_cache_dtype == "auto" else config.engine.kv_cache_dtype
-    return config.engine.num_blocks * spec.kv_layout(dtype, config.engine.block_size).block_bytes
+def _kv_bytes(config: ClusterConfig, role: str, spec: ModelSpec) -> int:
+    """Of one worker of that role."""
+    engine = config.engine_of(role)
+    layout = spec.kv_layout(engine.kv_dtype(config.model.dtype), engine.block_size)
+    return engine.num_blocks * layout.block_bytes if engine.num_blocks else engine.kv_memory_bytes
 
 
 def _free_bytes(folder: Path) -> int:

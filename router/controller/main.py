@@ -162,7 +162,7 @@ def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int)
             heartbeat_s=cluster.router.heartbeat_s,
             missed_heartbeats=cluster.router.missed_heartbeats,
             model=cluster.model,
-            engine=dataclasses.replace(cluster.engine, num_threads=num_threads),
+            engine=dataclasses.replace(cluster.engine_of(role), num_threads=num_threads),
             kv=cluster.kv,
             log_level=cluster.controller.log_level,
         )
