@@ -68,6 +68,7 @@ class DecodeRole:
         self._cancelled = Tombstones(lease_s)  # before they came
         self._ended = Tombstones(lease_s)
         self._last_generation = 0
+        self.num_refused_commits = 0
 
     # --- the router ---
 
@@ -175,6 +176,7 @@ class DecodeRole:
     def _on_commit(self, peer: str, commit: kv_pb2.Commit) -> None:
         decode = self._ticket(peer, commit.seq, commit.generation) if commit.generation else None
         if decode is None or decode.state is not State.GRANTED or commit.epoch != self._ports.epoch:
+            self.num_refused_commits += 1
             error = TransferFailed("the ticket is spent, stale or unknown")
             self._send_ticket_lost(peer, commit.seq, commit.generation, error)
             return

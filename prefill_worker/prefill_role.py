@@ -102,6 +102,7 @@ class PrefillRole:
         self._queue: list[Queued] = []  # those in state 1, by order
         self._ended = Tombstones(lease_s)
         self._ready_peers: set[str] = set()
+        self.num_refused_commits = 0  # nobody commits to a prefill worker
 
     # --- the router ---
 
@@ -308,6 +309,8 @@ class PrefillRole:
 
     def _on_link_grant(self, peer: str, ticket: kv_pb2.Ticket) -> bool:
         prefill = self._at(peer, ticket.seq)
+        if prefill is not None and prefill.ticket == ticket:
+            return True  # said twice
         if prefill is None or prefill.state is not State.RESERVING:
             self._cancel_ticket(peer, ticket.seq, ticket.generation, "no longer wanted")
             return True

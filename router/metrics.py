@@ -135,6 +135,7 @@ class _WorkerGauges(Collector):
         blocks = _gauge("kv_blocks", "Blocks by what they are used for.", "use")
         failures = _total("kv_transfer_failures", "Transfers that did not arrive, as the worker counts them.")
         expired = _total("kv_transfer_expired", "Transfers given up by lease, as the worker counts them.")
+        unread = _gauge("outbox_bytes", "What the worker wrote and its routers, or peers, have not read.", "reader")
         for endpoint in self._fleet.endpoints:
             name = endpoint.worker_id
             up.add_metric([name, endpoint.role.name.lower(), endpoint.state], float(endpoint.session.view is not None))
@@ -150,7 +151,9 @@ class _WorkerGauges(Collector):
                 blocks.add_metric([name, use], number)
             failures.add_metric([name], load.kv_transfers_failed)
             expired.add_metric([name], load.kv_transfers_expired)
-        return [running, waiting, inflight, usage, up, blocks, failures, expired]
+            unread.add_metric([name, "router"], load.session_outbox_bytes)
+            unread.add_metric([name, "peer"], load.link_outbox_bytes)
+        return [running, waiting, inflight, usage, up, blocks, failures, expired, unread]
 
 
 def _blocks(endpoint: Endpoint) -> Iterable[tuple[str, int]]:

@@ -114,6 +114,7 @@ class WorkerHost:
             ping_s=config.heartbeat_s,
             silence_limit_s=config.kv.lease_s,
             hello_timeout_s=config.kv.hello_timeout_s + 1.0,  # the plane's own probe limit, and gRPC around it
+            max_outbox_bytes=config.outbox_bytes,
         )
         self._prefill = build_prefill(self, config)
         self._decode = build_decode(self, config)
@@ -346,9 +347,11 @@ class WorkerHost:
             slots_in_use=kv.slots_in_use,
             kv_bytes_sent=kv.bytes_sent,
             kv_bytes_received=kv.bytes_received,
-            kv_transfers_failed=kv.transfers_failed,
+            kv_transfers_failed=kv.transfers_failed + sum(role.num_refused_commits for role in self._roles),
             kv_frames_dropped=kv.frames_dropped,
             num_admitted=engine.num_admitted,
             kv_transfers_expired=kv.transfers_expired,
             quarantined_slots=kv.quarantined_slots,
+            session_outbox_bytes=self.sessions.outbox_bytes(),
+            link_outbox_bytes=self.links.outbox_bytes(),
         )

@@ -2,7 +2,8 @@
 
     1 CONNECTING  Hello each way (gRPC), then the KV plane proves the data path with probe frames
     2 READY       both ends said LinkReady; messages flow, pings renew tickets
-    3 LOST        stream, data path or pings ended: transfers are closed, roles are told, the opener tries again
+    3 LOST        stream, data path or pings ended, or the peer does not read (link_outbox.py): transfers are closed, roles
+                  are told, the opener tries again
     4 REFUSED     the two do not fit (`hello.py` names the field); not tried again while the peer's epoch stays
 
 A link's key is ">id/epoch" on the opener's side and "<id/epoch" on the other: a restarted peer is another peer, and two
@@ -26,6 +27,7 @@ from baton.errors import BatonError, Internal, PeerRefused, Unavailable, WorkerL
 from baton.log import get_log
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from worker.hello import check_hello
+from worker.link_outbox import MAX_OUTBOX_BYTES, LinkOutbox
 
 log = get_log("worker.links")
 
@@ -74,14 +76,10 @@ class PeerLink:
     path_ready: bool = False
     peer_ready: bool = False
     last_heard_s: float = field(default_factory=time.monotonic)
-    outbox: asyncio.Queue[kv_pb2.LinkMessage | None] = field(default_factory=asyncio.Queue)
+    outbox: LinkOutbox = field(default_factory=LinkOutbox)
 
     def send(self, **message: object) -> None:
-        self.outbox.put_nowait(kv_pb2.LinkMessage(**message))  # type: ignore[arg-type]
-
-    def end(self) -> None:
-        """Let the writer finish."""
-        self.outbox.put_nowait(None)
+        self.outbox.put(kv_pb2.LinkMessage(**message))  # type: ignore[arg-type]
 
     def note_failure(self, failure: Exception) -> None:
         """Keep why the stream ended, unless a reason is known already."""
@@ -109,6 +107,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         ping_s: float,
         silence_limit_s: float,
         hello_timeout_s: float,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self._hello = hello
         self._path = path
@@ -116,6 +115,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         self._ping_s = ping_s
         self._silence_limit_s = silence_limit_s
         self._hello_timeout_s = hello_timeout_s
+        self._max_outbox_bytes = max_outbox_bytes
         self._links: dict[str, PeerLink] = {}
         self._openers: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[int, dict[str, worker_pb2.Peer]] = {}  # by router epoch, then by key
@@ -124,10 +124,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     def send(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
         link = self._links.get(peer)
-        if link is None or link.state is not State.READY:
-            return False
-        link.outbox.put_nowait(message)
-        return True
+        return link is not None and link.state is State.READY and link.outbox.put(message)
 
     def transport(self, peer: str) -> str:
         link = self._links.get(peer)
@@ -187,7 +184,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         """Open the link, and again when it is lost, as long as it is wanted."""
         backoff_s = FIRST_BACKOFF_S
         while (peer := self._wish(key)) is not None:
-            link = PeerLink(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
+            link = self._link(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
             self._links[key] = link
             started_s = time.monotonic()
             await self._run_opener(link)
@@ -201,6 +198,9 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     # --- the two ends of a stream ---
 
+    def _link(self, key: str, peer: worker_pb2.Peer, *, opener: bool, nonce: int) -> PeerLink:
+        return PeerLink(key, peer, opener=opener, nonce=nonce, outbox=LinkOutbox(self._max_outbox_bytes))
+
     async def _run_opener(self, link: PeerLink) -> None:
         """Run one stream to its end; the link is lost, and says why, on return."""
         hello = kv_pb2.Hello()
@@ -208,7 +208,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         hello.pair_nonce = link.nonce
         link.send(hello=hello)
         async with grpc.aio.insecure_channel(link.peer.address) as channel:
-            call = kv_pb2_grpc.KvLinkStub(channel).Link(_drain(link.outbox))
+            call = kv_pb2_grpc.KvLinkStub(channel).Link(link.outbox.messages())
             try:
                 await self._serve(link, aiter(call))
             finally:
@@ -237,7 +237,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         old = self._links.get(key)
         if old is not None:
             self._lose(old, WorkerLost(f"{hello.worker_id} opened a newer link"))
-        link = PeerLink(key, peer, opener=False, nonce=hello.pair_nonce)
+        link = self._link(key, peer, opener=False, nonce=hello.pair_nonce)
         self._links[key] = link
         answer = kv_pb2.Hello()
         answer.CopyFrom(self._hello)
@@ -246,7 +246,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         self._connect(link, hello)
         serving = asyncio.create_task(self._serve(link, requests), name=f"link {key}")
         try:
-            async for message in _drain(link.outbox):
+            async for message in link.outbox.messages():
                 yield message
         finally:
             self._lose(link, WorkerLost(f"link from {hello.worker_id} ended"))
@@ -255,7 +255,8 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     async def _serve(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
         """Read one stream, ping its other end, until it ends or falls silent; then the link is lost."""
-        tasks = (asyncio.create_task(self._ping(link)), asyncio.create_task(self._read(link, messages)))
+        parts = (self._ping(link), self._read(link, messages), self._watch_outbox(link))
+        tasks = [asyncio.create_task(part) for part in parts]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -290,6 +291,12 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 return
             live = self._listener.live_tickets(link.key) if link.state is State.READY else []
             link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live_seqs=live))
+
+    async def _watch_outbox(self, link: PeerLink) -> None:
+        await link.outbox.overflowed.wait()
+        link.error = link.error or WorkerLost(
+            f"{link.peer.worker_id} does not read its link: more than {link.outbox.max_bytes} bytes wait for it"
+        )
 
     def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
         """Handle one message; False ends the stream."""
@@ -362,7 +369,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         link.state = State.REFUSED if isinstance(error, PeerRefused) and error.field != "epoch" else State.LOST
         link.error = error
         link.reason = error.message
-        link.end()
+        link.outbox.end()
         if not link.opener and self._links.get(link.key) is link:
             del self._links[link.key]
         log.warning("link_lost", peer=link.key, reason=error.message)
@@ -384,6 +391,10 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         for link in list(self._links.values()):
             self._lose(link, Unavailable("this worker stops"))
 
+    def outbox_bytes(self) -> int:
+        """What peers have not read yet."""
+        return sum(link.outbox.num_bytes for link in self._links.values())
+
     def statuses(self) -> list[worker_pb2.LinkStatus]:
         return [
             worker_pb2.LinkStatus(peer=link.peer, state=str(link.state), transport=link.transport, reason=link.reason)
@@ -394,8 +405,3 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
 def _refused(refusal: PeerRefused) -> kv_pb2.HelloRefused:
     return kv_pb2.HelloRefused(field=refusal.field, mine=refusal.message)
-
-
-async def _drain(outbox: asyncio.Queue[kv_pb2.LinkMessage | None]) -> AsyncIterator[kv_pb2.LinkMessage]:
-    while (message := await outbox.get()) is not None:
-        yield message

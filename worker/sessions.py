@@ -32,7 +32,7 @@ class RouterSession:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._outbox: deque[tuple[float, int, worker_pb2.SessionEvent]] = deque()
-        self._num_bytes = 0
+        self.num_bytes = 0  # not taken by gRPC yet
         self._wake = asyncio.Event()
         self._closed_event = asyncio.Event()
         self._step: worker_pb2.Step | None = None
@@ -83,9 +83,9 @@ class RouterSession:
             return
         size = event.ByteSize()
         self._outbox.append((time.monotonic(), size, event))
-        self._num_bytes += size
+        self.num_bytes += size
         self._wake.set()
-        if self._num_bytes > self._max_bytes:
+        if self.num_bytes > self._max_bytes:
             self.close(f"outbox over {self._max_bytes} bytes")
 
     def check_age(self, now_s: float) -> None:
@@ -108,7 +108,7 @@ class RouterSession:
                 _, size, event = self._outbox[0]
                 yield event
                 self._outbox.popleft()
-                self._num_bytes -= size
+                self.num_bytes -= size
             self._wake.clear()
             if not self._outbox and not self.is_closed:
                 await self._wake.wait()
@@ -160,6 +160,10 @@ class Sessions:
 
     def has_unsent(self) -> bool:
         return any(session.has_unsent for session in self._by_epoch.values())
+
+    def outbox_bytes(self) -> int:
+        """What routers have not read yet."""
+        return sum(session.num_bytes for session in self._by_epoch.values())
 
     def flush(self, step: int, load: worker_pb2.Load) -> None:
         for session in self._by_epoch.values():
