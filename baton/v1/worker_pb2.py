@@ -4,80 +4,85 @@
 # source: baton/v1/worker.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "baton/v1/worker.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'baton/v1/worker.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1"\xee\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x10\n\x08\x62ias_ids\x18\n \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x0b \x03(\x02\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs"\xbe\x01\n\x07Request\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\x0c\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\r"9\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t"I\n\x04Open\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0crouter_epoch\x18\x02 \x01(\r\x12\x18\n\x10protocol_version\x18\x03 \x01(\r"\\\n\x06Submit\x12"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x1e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03seq\x18\x01 \x01(\x06"\x1c\n\tHeartbeat\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06"\'\n\x07SetRole\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role"\x19\n\x05\x44rain\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08"\'\n\x05Peers\x12\x1e\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x0e.baton.v1.Peer"\x98\x02\n\x0eSessionRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12%\n\x08set_role\x18\x05 \x01(\x0b\x32\x11.baton.v1.SetRoleH\x00\x12 \n\x05\x64rain\x18\x06 \x01(\x0b\x32\x0f.baton.v1.DrainH\x00\x12 \n\x05peers\x18\x07 \x01(\x0b\x32\x0f.baton.v1.PeersH\x00\x42\t\n\x07message"P\n\tErrorInfo\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01"\x97\x05\n\x04Load\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x15\n\ractive_blocks\x18\x06 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x0c \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\r \x01(\x04\x12\x15\n\routput_tokens\x18\x0e \x01(\x04\x12\x0f\n\x07step_ms\x18\x0f \x01(\x02\x12\x13\n\x0bnum_tickets\x18\x10 \x01(\r\x12\x12\n\nnum_leases\x18\x11 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x12 \x01(\r\x12\x15\n\rkv_bytes_sent\x18\x13 \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x14 \x01(\x04\x12\x1b\n\x13kv_transfers_failed\x18\x15 \x01(\x04\x12\x19\n\x11kv_frames_dropped\x18\x16 \x01(\x04\x12\x14\n\x0cnum_admitted\x18\x17 \x01(\x04\x12\x1c\n\x14kv_transfers_expired\x18\x18 \x01(\x04\x12\x19\n\x11quarantined_slots\x18\x19 \x01(\r\x12\x1c\n\x14session_outbox_bytes\x18\x1a \x01(\x04\x12\x19\n\x11link_outbox_bytes\x18\x1b \x01(\x04"\\\n\nLinkStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t",\n\x05Links\x12#\n\x05links\x18\x01 \x03(\x0b\x32\x14.baton.v1.LinkStatus"\x9e\x02\n\x06Opened\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1c\n\x04load\x18\n \x01(\x0b\x32\x0e.baton.v1.Load\x12#\n\x05links\x18\x0b \x03(\x0b\x32\x14.baton.v1.LinkStatus\x12\x18\n\x10protocol_version\x18\x0c \x01(\r"V\n\rTokenLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02"\xff\x01\n\x08SeqStats\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ekv_transfer_ms\x18\x07 \x01(\x01\x12\x17\n\x0freserve_wait_ms\x18\x08 \x01(\x01\x12\x11\n\ttransport\x18\t \x01(\t\x12\x11\n\tkv_blocks\x18\n \x01(\r\x12\x1b\n\x13\x65xposed_transfer_ms\x18\x0b \x01(\x01"\x96\x01\n\x05\x45nded\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12"\n\x07outcome\x18\x02 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x15\n\rfinish_reason\x18\x03 \x01(\r\x12"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\x12!\n\x05stats\x18\x05 \x01(\x0b\x32\x12.baton.v1.SeqStats"\xb7\x01\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x03(\x06\x12\r\n\x05index\x18\x03 \x03(\r\x12\r\n\x05token\x18\x04 \x03(\r\x12\r\n\x05\x66lags\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1c\n\x04load\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x1e\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x0f.baton.v1.Ended":\n\x07Refused\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.baton.v1.ErrorInfo"O\n\nCacheDelta\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\r\n\x05reset\x18\x04 \x01(\x08"?\n\x0eHeartbeatReply\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load"\xc3\x02\n\x0cSessionEvent\x12"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.baton.v1.OpenedH\x00\x12\x1e\n\x04step\x18\x02 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12 \n\x05\x65nded\x18\x03 \x01(\x0b\x32\x0f.baton.v1.EndedH\x00\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x11.baton.v1.RefusedH\x00\x12+\n\x0b\x63\x61\x63he_delta\x18\x05 \x01(\x0b\x32\x14.baton.v1.CacheDeltaH\x00\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x12 \n\x05links\x18\x07 \x01(\x0b\x32\x0f.baton.v1.LinksH\x00\x12-\n\theartbeat\x18\x08 \x01(\x0b\x32\x18.baton.v1.HeartbeatReplyH\x00\x42\t\n\x07message*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*{\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_FINISHED\x10\x01\x12\x16\n\x12OUTCOME_HANDED_OFF\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x12\x12\n\x0eOUTCOME_FAILED\x10\x04\x32I\n\x06Worker\x12?\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x16.baton.v1.SessionEvent(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\xee\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x10\n\x08\x62ias_ids\x18\n \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x0b \x03(\x02\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xbe\x01\n\x07Request\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\x0c\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\r\"9\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"I\n\x04Open\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0crouter_epoch\x18\x02 \x01(\r\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\"\\\n\x06Submit\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x1e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03seq\x18\x01 \x01(\x06\"\x1c\n\tHeartbeat\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\"\'\n\x07SetRole\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\"\x19\n\x05\x44rain\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\'\n\x05Peers\x12\x1e\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x0e.baton.v1.Peer\"\x98\x02\n\x0eSessionRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12%\n\x08set_role\x18\x05 \x01(\x0b\x32\x11.baton.v1.SetRoleH\x00\x12 \n\x05\x64rain\x18\x06 \x01(\x0b\x32\x0f.baton.v1.DrainH\x00\x12 \n\x05peers\x18\x07 \x01(\x0b\x32\x0f.baton.v1.PeersH\x00\x42\t\n\x07message\"P\n\tErrorInfo\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x97\x05\n\x04Load\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x15\n\ractive_blocks\x18\x06 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x0c \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\r \x01(\x04\x12\x15\n\routput_tokens\x18\x0e \x01(\x04\x12\x0f\n\x07step_ms\x18\x0f \x01(\x02\x12\x13\n\x0bnum_tickets\x18\x10 \x01(\r\x12\x12\n\nnum_leases\x18\x11 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x12 \x01(\r\x12\x15\n\rkv_bytes_sent\x18\x13 \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x14 \x01(\x04\x12\x1b\n\x13kv_transfers_failed\x18\x15 \x01(\x04\x12\x19\n\x11kv_frames_dropped\x18\x16 \x01(\x04\x12\x14\n\x0cnum_admitted\x18\x17 \x01(\x04\x12\x1c\n\x14kv_transfers_expired\x18\x18 \x01(\x04\x12\x19\n\x11quarantined_slots\x18\x19 \x01(\r\x12\x1c\n\x14session_outbox_bytes\x18\x1a \x01(\x04\x12\x19\n\x11link_outbox_bytes\x18\x1b \x01(\x04\"\\\n\nLinkStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\",\n\x05Links\x12#\n\x05links\x18\x01 \x03(\x0b\x32\x14.baton.v1.LinkStatus\"\x9e\x02\n\x06Opened\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1c\n\x04load\x18\n \x01(\x0b\x32\x0e.baton.v1.Load\x12#\n\x05links\x18\x0b \x03(\x0b\x32\x14.baton.v1.LinkStatus\x12\x18\n\x10protocol_version\x18\x0c \x01(\r\"V\n\rTokenLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xff\x01\n\x08SeqStats\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ekv_transfer_ms\x18\x07 \x01(\x01\x12\x17\n\x0freserve_wait_ms\x18\x08 \x01(\x01\x12\x11\n\ttransport\x18\t \x01(\t\x12\x11\n\tkv_blocks\x18\n \x01(\r\x12\x1b\n\x13\x65xposed_transfer_ms\x18\x0b \x01(\x01\"\x96\x01\n\x05\x45nded\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\"\n\x07outcome\x18\x02 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x15\n\rfinish_reason\x18\x03 \x01(\r\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\x12!\n\x05stats\x18\x05 \x01(\x0b\x32\x12.baton.v1.SeqStats\"\xb7\x01\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x03(\x06\x12\r\n\x05index\x18\x03 \x03(\r\x12\r\n\x05token\x18\x04 \x03(\r\x12\r\n\x05\x66lags\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1c\n\x04load\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x1e\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x0f.baton.v1.Ended\":\n\x07Refused\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"O\n\nCacheDelta\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\r\n\x05reset\x18\x04 \x01(\x08\"?\n\x0eHeartbeatReply\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\"\xc3\x02\n\x0cSessionEvent\x12\"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.baton.v1.OpenedH\x00\x12\x1e\n\x04step\x18\x02 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12 \n\x05\x65nded\x18\x03 \x01(\x0b\x32\x0f.baton.v1.EndedH\x00\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x11.baton.v1.RefusedH\x00\x12+\n\x0b\x63\x61\x63he_delta\x18\x05 \x01(\x0b\x32\x14.baton.v1.CacheDeltaH\x00\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x12 \n\x05links\x18\x07 \x01(\x0b\x32\x0f.baton.v1.LinksH\x00\x12-\n\theartbeat\x18\x08 \x01(\x0b\x32\x18.baton.v1.HeartbeatReplyH\x00\x42\t\n\x07message*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*{\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_FINISHED\x10\x01\x12\x16\n\x12OUTCOME_HANDED_OFF\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x12\x12\n\x0eOUTCOME_FAILED\x10\x04\x32I\n\x06Worker\x12?\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x16.baton.v1.SessionEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "baton.v1.worker_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ROLE"]._serialized_start = 3664
-    _globals["_ROLE"]._serialized_end = 3742
-    _globals["_OUTCOME"]._serialized_start = 3744
-    _globals["_OUTCOME"]._serialized_end = 3867
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 36
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 402
-    _globals["_REQUEST"]._serialized_start = 405
-    _globals["_REQUEST"]._serialized_end = 595
-    _globals["_PEER"]._serialized_start = 597
-    _globals["_PEER"]._serialized_end = 654
-    _globals["_OPEN"]._serialized_start = 656
-    _globals["_OPEN"]._serialized_end = 729
-    _globals["_SUBMIT"]._serialized_start = 731
-    _globals["_SUBMIT"]._serialized_end = 823
-    _globals["_CANCEL"]._serialized_start = 825
-    _globals["_CANCEL"]._serialized_end = 846
-    _globals["_HEARTBEAT"]._serialized_start = 848
-    _globals["_HEARTBEAT"]._serialized_end = 876
-    _globals["_SETROLE"]._serialized_start = 878
-    _globals["_SETROLE"]._serialized_end = 917
-    _globals["_DRAIN"]._serialized_start = 919
-    _globals["_DRAIN"]._serialized_end = 944
-    _globals["_PEERS"]._serialized_start = 946
-    _globals["_PEERS"]._serialized_end = 985
-    _globals["_SESSIONREQUEST"]._serialized_start = 988
-    _globals["_SESSIONREQUEST"]._serialized_end = 1268
-    _globals["_ERRORINFO"]._serialized_start = 1270
-    _globals["_ERRORINFO"]._serialized_end = 1350
-    _globals["_LOAD"]._serialized_start = 1353
-    _globals["_LOAD"]._serialized_end = 2016
-    _globals["_LINKSTATUS"]._serialized_start = 2018
-    _globals["_LINKSTATUS"]._serialized_end = 2110
-    _globals["_LINKS"]._serialized_start = 2112
-    _globals["_LINKS"]._serialized_end = 2156
-    _globals["_OPENED"]._serialized_start = 2159
-    _globals["_OPENED"]._serialized_end = 2445
-    _globals["_TOKENLOGPROBS"]._serialized_start = 2447
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2533
-    _globals["_SEQSTATS"]._serialized_start = 2536
-    _globals["_SEQSTATS"]._serialized_end = 2791
-    _globals["_ENDED"]._serialized_start = 2794
-    _globals["_ENDED"]._serialized_end = 2944
-    _globals["_STEP"]._serialized_start = 2947
-    _globals["_STEP"]._serialized_end = 3130
-    _globals["_REFUSED"]._serialized_start = 3132
-    _globals["_REFUSED"]._serialized_end = 3190
-    _globals["_CACHEDELTA"]._serialized_start = 3192
-    _globals["_CACHEDELTA"]._serialized_end = 3271
-    _globals["_HEARTBEATREPLY"]._serialized_start = 3273
-    _globals["_HEARTBEATREPLY"]._serialized_end = 3336
-    _globals["_SESSIONEVENT"]._serialized_start = 3339
-    _globals["_SESSIONEVENT"]._serialized_end = 3662
-    _globals["_WORKER"]._serialized_start = 3869
-    _globals["_WORKER"]._serialized_end = 3942
+  DESCRIPTOR._loaded_options = None
+  _globals['_ROLE']._serialized_start=3664
+  _globals['_ROLE']._serialized_end=3742
+  _globals['_OUTCOME']._serialized_start=3744
+  _globals['_OUTCOME']._serialized_end=3867
+  _globals['_SAMPLINGPARAMS']._serialized_start=36
+  _globals['_SAMPLINGPARAMS']._serialized_end=402
+  _globals['_REQUEST']._serialized_start=405
+  _globals['_REQUEST']._serialized_end=595
+  _globals['_PEER']._serialized_start=597
+  _globals['_PEER']._serialized_end=654
+  _globals['_OPEN']._serialized_start=656
+  _globals['_OPEN']._serialized_end=729
+  _globals['_SUBMIT']._serialized_start=731
+  _globals['_SUBMIT']._serialized_end=823
+  _globals['_CANCEL']._serialized_start=825
+  _globals['_CANCEL']._serialized_end=846
+  _globals['_HEARTBEAT']._serialized_start=848
+  _globals['_HEARTBEAT']._serialized_end=876
+  _globals['_SETROLE']._serialized_start=878
+  _globals['_SETROLE']._serialized_end=917
+  _globals['_DRAIN']._serialized_start=919
+  _globals['_DRAIN']._serialized_end=944
+  _globals['_PEERS']._serialized_start=946
+  _globals['_PEERS']._serialized_end=985
+  _globals['_SESSIONREQUEST']._serialized_start=988
+  _globals['_SESSIONREQUEST']._serialized_end=1268
+  _globals['_ERRORINFO']._serialized_start=1270
+  _globals['_ERRORINFO']._serialized_end=1350
+  _globals['_LOAD']._serialized_start=1353
+  _globals['_LOAD']._serialized_end=2016
+  _globals['_LINKSTATUS']._serialized_start=2018
+  _globals['_LINKSTATUS']._serialized_end=2110
+  _globals['_LINKS']._serialized_start=2112
+  _globals['_LINKS']._serialized_end=2156
+  _globals['_OPENED']._serialized_start=2159
+  _globals['_OPENED']._serialized_end=2445
+  _globals['_TOKENLOGPROBS']._serialized_start=2447
+  _globals['_TOKENLOGPROBS']._serialized_end=2533
+  _globals['_SEQSTATS']._serialized_start=2536
+  _globals['_SEQSTATS']._serialized_end=2791
+  _globals['_ENDED']._serialized_start=2794
+  _globals['_ENDED']._serialized_end=2944
+  _globals['_STEP']._serialized_start=2947
+  _globals['_STEP']._serialized_end=3130
+  _globals['_REFUSED']._serialized_start=3132
+  _globals['_REFUSED']._serialized_end=3190
+  _globals['_CACHEDELTA']._serialized_start=3192
+  _globals['_CACHEDELTA']._serialized_end=3271
+  _globals['_HEARTBEATREPLY']._serialized_start=3273
+  _globals['_HEARTBEATREPLY']._serialized_end=3336
+  _globals['_SESSIONEVENT']._serialized_start=3339
+  _globals['_SESSIONEVENT']._serialized_end=3662
+  _globals['_WORKER']._serialized_start=3869
+  _globals['_WORKER']._serialized_end=3942
 # @@protoc_insertion_point(module_scope)

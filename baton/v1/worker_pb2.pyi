@@ -128,48 +128,11 @@ class SamplingParams(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_num_logprobs",
-        b"_num_logprobs",
-        "bias_ids",
-        b"bias_ids",
-        "bias_values",
-        b"bias_values",
-        "frequency_penalty",
-        b"frequency_penalty",
-        "ignore_eos",
-        b"ignore_eos",
-        "max_tokens",
-        b"max_tokens",
-        "min_p",
-        b"min_p",
-        "min_tokens",
-        b"min_tokens",
-        "num_logprobs",
-        b"num_logprobs",
-        "presence_penalty",
-        b"presence_penalty",
-        "repetition_penalty",
-        b"repetition_penalty",
-        "sample_index",
-        b"sample_index",
-        "seed",
-        b"seed",
-        "stop_token_ids",
-        b"stop_token_ids",
-        "temperature",
-        b"temperature",
-        "top_k",
-        b"top_k",
-        "top_p",
-        b"top_p",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__num_logprobs
-    ) -> _WhichOneofReturnType__num_logprobs | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -210,24 +173,7 @@ class Request(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "num_output_tokens",
-        b"num_output_tokens",
-        "priority",
-        b"priority",
-        "request_id",
-        b"request_id",
-        "sampling",
-        b"sampling",
-        "seq",
-        b"seq",
-        "slo_class",
-        b"slo_class",
-        "tenant_salt",
-        b"tenant_salt",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_output_tokens", b"num_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seq", b"seq", "slo_class", b"slo_class", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,9 +199,7 @@ class Peer(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "address", b"address", "epoch", b"epoch", "worker_id", b"worker_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,9 +224,7 @@ class Open(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "protocol_version", b"protocol_version", "router_epoch", b"router_epoch", "router_id", b"router_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "router_epoch", b"router_epoch", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,47 +392,11 @@ class SessionRequest(_message.Message):
         drain: Global___Drain | None = ...,
         peers: Global___Peers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "cancel",
-        b"cancel",
-        "drain",
-        b"drain",
-        "heartbeat",
-        b"heartbeat",
-        "message",
-        b"message",
-        "open",
-        b"open",
-        "peers",
-        b"peers",
-        "set_role",
-        b"set_role",
-        "submit",
-        b"submit",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "cancel",
-        b"cancel",
-        "drain",
-        b"drain",
-        "heartbeat",
-        b"heartbeat",
-        "message",
-        b"message",
-        "open",
-        b"open",
-        "peers",
-        b"peers",
-        "set_role",
-        b"set_role",
-        "submit",
-        b"submit",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal[
-        "open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers"
-    ]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -519,9 +425,7 @@ class ErrorInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "code", b"code", "field", b"field", "message", b"message", "retry_after_s", b"retry_after_s"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,62 +529,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "active_blocks",
-        b"active_blocks",
-        "cached_blocks",
-        b"cached_blocks",
-        "draining",
-        b"draining",
-        "free_blocks",
-        b"free_blocks",
-        "kv_bytes_received",
-        b"kv_bytes_received",
-        "kv_bytes_sent",
-        b"kv_bytes_sent",
-        "kv_frames_dropped",
-        b"kv_frames_dropped",
-        "kv_transfers_expired",
-        b"kv_transfers_expired",
-        "kv_transfers_failed",
-        b"kv_transfers_failed",
-        "link_outbox_bytes",
-        b"link_outbox_bytes",
-        "num_admitted",
-        b"num_admitted",
-        "num_leases",
-        b"num_leases",
-        "num_preemptions",
-        b"num_preemptions",
-        "num_running",
-        b"num_running",
-        "num_steps",
-        b"num_steps",
-        "num_tickets",
-        b"num_tickets",
-        "num_waiting",
-        b"num_waiting",
-        "output_tokens",
-        b"output_tokens",
-        "prompt_tokens_cached",
-        b"prompt_tokens_cached",
-        "prompt_tokens_computed",
-        b"prompt_tokens_computed",
-        "quarantined_slots",
-        b"quarantined_slots",
-        "reserved_blocks",
-        b"reserved_blocks",
-        "role",
-        b"role",
-        "session_outbox_bytes",
-        b"session_outbox_bytes",
-        "slots_in_use",
-        b"slots_in_use",
-        "step_ms",
-        b"step_ms",
-        "waiting_tokens",
-        b"waiting_tokens",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,9 +561,7 @@ class LinkStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "peer", b"peer", "reason", b"reason", "state", b"state", "transport", b"transport"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -788,32 +635,7 @@ class Opened(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "block_size",
-        b"block_size",
-        "epoch",
-        b"epoch",
-        "fingerprint",
-        b"fingerprint",
-        "links",
-        b"links",
-        "load",
-        b"load",
-        "max_model_len",
-        b"max_model_len",
-        "max_num_seqs",
-        b"max_num_seqs",
-        "model",
-        b"model",
-        "num_blocks",
-        b"num_blocks",
-        "protocol_version",
-        b"protocol_version",
-        "role",
-        b"role",
-        "worker_id",
-        b"worker_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fingerprint", b"fingerprint", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,9 +666,7 @@ class TokenLogprobs(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "entry", b"entry", "logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -900,30 +720,7 @@ class SeqStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "cached_tokens",
-        b"cached_tokens",
-        "computed_tokens",
-        b"computed_tokens",
-        "exposed_transfer_ms",
-        b"exposed_transfer_ms",
-        "kv_blocks",
-        b"kv_blocks",
-        "kv_bytes",
-        b"kv_bytes",
-        "kv_transfer_ms",
-        b"kv_transfer_ms",
-        "num_preemptions",
-        b"num_preemptions",
-        "prefill_ms",
-        b"prefill_ms",
-        "queue_ms",
-        b"queue_ms",
-        "reserve_wait_ms",
-        b"reserve_wait_ms",
-        "transport",
-        b"transport",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "exposed_transfer_ms", b"exposed_transfer_ms", "kv_blocks", b"kv_blocks", "kv_bytes", b"kv_bytes", "kv_transfer_ms", b"kv_transfer_ms", "num_preemptions", b"num_preemptions", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_wait_ms", b"reserve_wait_ms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -957,9 +754,7 @@ class Ended(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "error", b"error", "finish_reason", b"finish_reason", "outcome", b"outcome", "seq", b"seq", "stats", b"stats"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "outcome", b"outcome", "seq", b"seq", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1012,24 +807,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "ended",
-        b"ended",
-        "flags",
-        b"flags",
-        "index",
-        b"index",
-        "load",
-        b"load",
-        "logprobs",
-        b"logprobs",
-        "seq",
-        b"seq",
-        "step",
-        b"step",
-        "token",
-        b"token",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "flags", b"flags", "index", b"index", "load", b"load", "logprobs", b"logprobs", "seq", b"seq", "step", b"step", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1086,9 +864,7 @@ class CacheDelta(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "added", b"added", "generation", b"generation", "removed", b"removed", "reset", b"reset"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "generation", b"generation", "removed", b"removed", "reset", b"reset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1157,51 +933,11 @@ class SessionEvent(_message.Message):
         links: Global___Links | None = ...,
         heartbeat: Global___HeartbeatReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "cache_delta",
-        b"cache_delta",
-        "ended",
-        b"ended",
-        "heartbeat",
-        b"heartbeat",
-        "links",
-        b"links",
-        "load",
-        b"load",
-        "message",
-        b"message",
-        "opened",
-        b"opened",
-        "refused",
-        b"refused",
-        "step",
-        b"step",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "cache_delta",
-        b"cache_delta",
-        "ended",
-        b"ended",
-        "heartbeat",
-        b"heartbeat",
-        "links",
-        b"links",
-        "load",
-        b"load",
-        "message",
-        b"message",
-        "opened",
-        b"opened",
-        "refused",
-        b"refused",
-        "step",
-        b"step",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal[
-        "opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat"
-    ]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
