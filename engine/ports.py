@@ -1,7 +1,7 @@
 """The seams of the engine as plain data and Protocols: what goes in, what comes out, who computes.
 
-Everything runs on the one engine thread, except `KVCache.gather` and `scatter`, which the KV thread calls for blocks that
-a transfer owns exclusively (a ticket's, or a held prefill's finished ones).
+Everything runs on the one engine thread, except `gather`, `scatter` and `clear` of a KVCache, which the KV thread calls for
+blocks that a transfer owns exclusively (a ticket's, or a held prefill's finished ones).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError
+from baton.kv_copy import KVMemory
 from baton.kv_layout import KVLayout
 from baton.request import FinishReason, Logprobs, Request, SampledToken, SamplingParams
 
@@ -50,12 +51,21 @@ class KVCache(Protocol):
     layout: KVLayout
     num_blocks: int
 
-    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
-        """Copy blocks into `out` in wire order [layer][component][block][S][K][D]; len(out) is exact."""
+    @property
+    def memory(self) -> KVMemory | None:
+        """Where the pool lies in host memory, None where it does not."""
         ...
 
-    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
-        """The inverse of gather."""
+    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
+        """Copy blocks into `out` in wire order (baton/kv_layout.py), len(out) is exact; returns the crc32c of these bytes."""
+        ...
+
+    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
+        """The inverse of gather; returns the crc32c of `data` as it reached the blocks."""
+        ...
+
+    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
+        """Write zeros."""
         ...
 
 

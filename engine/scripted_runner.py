@@ -21,7 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from baton import kv_copy
 from baton.errors import Internal
+from baton.kv_copy import KVMemory
 from baton.kv_layout import KVLayout
 from baton.request import Logprobs, SamplingParams
 from engine.ports import Batch, BatchEntry, Sample
@@ -35,24 +37,29 @@ Bytes = npt.NDArray[np.uint8]
 class ScriptedKVCache:
     """The KVCache Protocol over real bytes: array [L, component, N, S, slot bytes]."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None) -> None:
+        """Lay the pool into `buffer`, of num_blocks * block_bytes, or into memory of our own; zeros either way."""
         self.layout = layout
         self.num_blocks = num_blocks
-        slot_bytes = layout.layer_block_bytes // (layout.num_components * layout.block_size)
+        slot_bytes = layout.run_bytes // layout.block_size
         assert slot_bytes >= 8, "a slot has no room for its token and a check: use a larger head_dim"
-        self.slots: Bytes = np.zeros(
-            (layout.num_layers, layout.num_components, num_blocks, layout.block_size, slot_bytes), dtype=np.uint8
+        flat = (
+            np.empty(num_blocks * layout.block_bytes, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
         )
+        self.slots: Bytes = flat.reshape(
+            layout.num_layers, layout.num_components, num_blocks, layout.block_size, slot_bytes
+        )
+        self.slots[:] = 0
+        self.memory = KVMemory.dense(self.slots.ctypes.data, layout, num_blocks)
 
-    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
-        picked = self.slots[layer_start : layer_start + num_layers, :, list(block_ids)]
-        out.cast("B")[:] = np.ascontiguousarray(picked).reshape(-1).data
+    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
+        return kv_copy.gather(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers, out)
 
-    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
-        target = self.slots[layer_start : layer_start + num_layers, :, list(block_ids)]
-        self.slots[layer_start : layer_start + num_layers, :, list(block_ids)] = np.frombuffer(
-            data, dtype=np.uint8
-        ).reshape(target.shape)
+    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
+        return kv_copy.scatter(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers, data)
+
+    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
+        kv_copy.clear(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers)
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Destroy blocks that nobody owns; whoever still reads them is found out."""

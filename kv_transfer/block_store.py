@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.kv_copy import KVMemory
 from baton.kv_layout import KVLayout
 
 
@@ -16,10 +17,19 @@ class BlockStore(Protocol):
     layout: KVLayout
     num_blocks: int
 
-    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
-        """Copy blocks into `out` in wire order [layer][component][block][S][K][D]; len(out) is exact."""
+    @property
+    def memory(self) -> KVMemory | None:
+        """Where the pool lies in host memory, None where it does not."""
         ...
 
-    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
-        """The inverse of gather."""
+    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
+        """Copy blocks into `out` in wire order (baton/kv_layout.py), len(out) is exact; returns the crc32c of these bytes."""
+        ...
+
+    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
+        """The inverse of gather; returns the crc32c of `data` as it reached the blocks."""
+        ...
+
+    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
+        """Write zeros."""
         ...

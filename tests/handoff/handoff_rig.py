@@ -215,16 +215,21 @@ class WatchedStore:
     def __init__(self, cache: ScriptedKVCache, worker: RigWorker) -> None:
         self.layout = cache.layout
         self.num_blocks = cache.num_blocks
+        self.memory = cache.memory
         self._cache = cache
         self._worker = worker
 
-    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
+    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
         self._check("reads", block_ids)
-        self._cache.gather(block_ids, layer_start, num_layers, out)
+        return self._cache.gather(block_ids, layer_start, num_layers, out)
 
-    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
+    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
         self._check("writes", block_ids)
-        self._cache.scatter(block_ids, layer_start, num_layers, data)
+        return self._cache.scatter(block_ids, layer_start, num_layers, data)
+
+    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
+        self._check("clears", block_ids)
+        self._cache.clear(block_ids, layer_start, num_layers)
 
     def _check(self, verb: str, block_ids: Sequence[int]) -> None:
         free = set(self._worker.local_engine.free_block_ids()).intersection(block_ids)

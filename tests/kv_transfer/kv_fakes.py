@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from baton import kv_copy
 from baton.config import KVTransferConfig
+from baton.kv_copy import KVMemory
 from baton.kv_layout import KVLayout
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import KVEvent
@@ -17,30 +19,31 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", blo
 
 
 class ByteStore:
-    """Blocks as an array [layer][component][block][bytes]; remembers which blocks were written."""
+    """Blocks as an array [layer][component][block][bytes]; remembers which blocks were read, written and cleared."""
 
     def __init__(self, layout: KVLayout = LAYOUT, num_blocks: int = 32, seed: int | None = None) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        width = layout.layer_block_bytes // layout.num_components
-        shape = (layout.num_layers, layout.num_components, num_blocks, width)
+        shape = (layout.num_layers, layout.num_components, num_blocks, layout.run_bytes)
         self.data = np.zeros(shape, dtype=np.uint8)
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, size=shape, dtype=np.uint8)
+        self.memory = KVMemory.dense(self.data.ctypes.data, layout, num_blocks)
         self.writes: list[tuple[int, ...]] = []
         self.reads: list[tuple[int, ...]] = []
+        self.clears: list[tuple[int, ...]] = []
 
-    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> None:
+    def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
         self.reads.append(tuple(block_ids))
-        part = self.data[layer_start : layer_start + num_layers, :, list(block_ids)]
-        assert len(out) == part.nbytes
-        np.frombuffer(out, dtype=np.uint8)[:] = part.reshape(-1)
+        return kv_copy.gather(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers, out)
 
-    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> None:
+    def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
         self.writes.append(tuple(block_ids))
-        shape = (num_layers, self.layout.num_components, len(block_ids), self.data.shape[3])
-        part = np.frombuffer(data, dtype=np.uint8).reshape(shape)
-        self.data[layer_start : layer_start + num_layers, :, list(block_ids)] = part
+        return kv_copy.scatter(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers, data)
+
+    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
+        self.clears.append(tuple(block_ids))
+        kv_copy.clear(self.layout, self.memory, self.num_blocks, block_ids, layer_start, num_layers)
 
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         return self.data[:, :, list(block_ids)].tobytes()
