@@ -19,7 +19,7 @@ from engine.models.attention import lay_out
 from engine.models.llama import Llama
 from engine.ports import Batch, Sample
 from engine.sampler import sample
-from engine.torch_kv_cache import TORCH_DTYPES, TorchKVCache
+from engine.torch_kv_cache import KV_TORCH_DTYPES, TORCH_DTYPES, TorchKVCache
 
 _GIB = 1 << 30
 
@@ -50,10 +50,13 @@ def load_torch_runner(files: ModelFiles, engine: EngineConfig, dtype: str, num_b
 
     Raises: ConfigError naming the option, for a dtype we lack, a damaged file or too little memory.
     """
-    kv_dtype = dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
-    for field, value in (("model.dtype", dtype), ("engine.kv_cache_dtype", kv_dtype)):
-        if value not in TORCH_DTYPES:
-            raise ConfigError(f"{field} = {value!r} is not supported: use {', '.join(TORCH_DTYPES)}", field=field)
+    kv_dtype = engine.kv_dtype(dtype)
+    for field, value, known in (
+        ("model.dtype", dtype, TORCH_DTYPES),
+        ("engine.kv_cache_dtype", kv_dtype, KV_TORCH_DTYPES),
+    ):
+        if value not in known:
+            raise ConfigError(f"{field} = {value!r} is not supported: use {', '.join(known)}", field=field)
     if engine.num_threads:
         torch.set_num_threads(engine.num_threads)
     layout = files.spec.kv_layout(kv_dtype, engine.block_size)

@@ -39,7 +39,7 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__ROUTER": "x"}, ["router", "section"]),
         ({"BATON__PREFILL": "0"}, ["prefill = 0", "--colocated"]),
         ({"BATON__ENGINE__KV_MEMORY_BYTES": "5"}, ["engine.kv_memory_bytes", "at least 1048576"]),
-        ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e4m3"}, ["float8_e4m3", "auto, float32, bfloat16, float16"]),
+        ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e5m2"}, ["float8_e5m2", "float16, float8_e4m3, fp8"]),
         ({"BATON__ROUTER__HTTP_PORT": "50051"}, ["router.http_port", "router.grpc_port", "both 50051"]),
         ({"BATON__ENGINE__CHUNK_TOKENS": "4096"}, ["engine.chunk_tokens", "4096", "2048"]),
         ({"BATON__KV__UCX": "x"}, ["kv.ucx", "section"]),
