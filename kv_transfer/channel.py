@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.events import TransportSettings
+
 
 @dataclass(frozen=True, slots=True)
 class Credit:
@@ -91,6 +93,10 @@ class Transport(Protocol):
     """Everything a worker's channels share: one address, one place to wait."""
 
     address: bytes
+
+    def settings(self) -> TransportSettings:
+        """What operators are shown."""
+        ...
 
     def open_channel(
         self, peer_address: bytes, nonce: int, outgoing_lane: int, frame_bytes: int, num_slots: int

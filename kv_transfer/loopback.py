@@ -18,8 +18,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from baton.errors import TransferFailed
-from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
+from kv_transfer.events import TransportSettings
 from kv_transfer.frame import pack_credit, unpack_credit
+
+from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
 
 _GOODBYE_SLOT = -1  # the credit lane that tells the peer of close()
 MAX_UNEXPECTED = 64  # messages kept for receives not posted yet, per lane; only copies ever get there
@@ -134,6 +136,9 @@ class LoopbackTransport:
         self._closed_nonces: set[int] = set()
         self._wake = threading.Event()
         self.now_s = 0.0
+
+    def settings(self) -> TransportSettings:
+        return TransportSettings("loopback", "", {})
 
     def open_channel(
         self, peer_address: bytes, nonce: int, outgoing_lane: int, frame_bytes: int, num_slots: int

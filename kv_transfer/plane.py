@@ -18,11 +18,12 @@ from functools import partial
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.block_store import BlockStore
-from kv_transfer.channel import Transport
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import KVEvent, KVLoad
-from kv_transfer.loopback import PROCESS_NETWORK
 from kv_transfer.pair import PairStatus
+
+from kv_transfer.channel import Transport
+from kv_transfer.loopback import PROCESS_NETWORK
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class KVPlane:
             ConfigError: see make_transport.
         """
         self._transport = transport or make_transport(config, f"{epoch:016x}")
+        self.settings = self._transport.settings()
         self._on_event = on_event
         self._on_fatal = on_fatal
         self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, time.monotonic())

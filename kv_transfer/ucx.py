@@ -26,33 +26,36 @@ import os
 import select
 import struct
 import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import ucxx
+from baton.config import KVTransferConfig
+from baton.errors import ConfigError, TransferFailed
+from kv_transfer.events import TransportSettings
+from kv_transfer.frame import CREDIT_BYTES, crc32c, pack_credit, unpack_credit
+from kv_transfer.liveness import ProcessIdentity, own_identity
+from kv_transfer.rdma import is_rdma, missing_for_rdma
+from kv_transfer.ucp_query import endpoint_transports
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
-from baton.config import KVTransferConfig
-from baton.errors import ConfigError, TransferFailed
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
-from kv_transfer.frame import CREDIT_BYTES, crc32c, pack_credit, unpack_credit
-from kv_transfer.liveness import ProcessIdentity, own_identity
-from kv_transfer.ucp_query import endpoint_transports
 
 _log = logging.getLogger(__name__)
 
-KEEPALIVE_INTERVAL = "1s"  # a killed peer on shared memory is noticed in 0.64-0.80 s; UCX's own 20 s is too long
+_DEFAULT_OPTIONS = {  # kv.ucx may override them
+    "KEEPALIVE_INTERVAL": "1s",  # a killed peer on shared memory is noticed in 0.64-0.80 s; UCX's own 20 s is too long
+    "POSIX_ERROR_HANDLING": "y",
+    "SYSV_ERROR_HANDLING": "y",
+}
+_FEATURES = (libucxx.Feature.TAG, libucxx.Feature.RMA, libucxx.Feature.WAKEUP)
 MIN_SHM_BYTES = 32 << 20  # UCX's receive segments of one worker grow to some MiB; 32 leaves room for several workers
 SHM_DIR = "/dev/shm"
 _GOODBYE_SLOT = (1 << 14) - 1  # the last that a tag has room for
 _GOODBYE_SPINS = 100  # progress calls given to a goodbye before the endpoint is forced shut
-RDMA_PREFIXES = (
-    "rc",
-    "dc",
-    "ud",
-    "ib",
-    "srd",
-)  # UCX's names of verbs transports: rc_verbs, rc_mlx5, dc_mlx5, ud_verbs, ...
 _SHM_NAMES = ("all", "shm", "sm", "mm", "posix", "sysv")
 _OK, _TRUNCATED = 0, -9  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
 LIVENESS_PERIOD_S = 0.5  # how often peers on this machine are looked at; half of UCX's keepalive
@@ -78,7 +81,8 @@ class UcxTransport:
             check_shared_memory(SHM_DIR)
         self._context = _make_context(config)
         if config.require_rdma:
-            check_rdma(self._context.info)
+            check_rdma(self._context.info, config)
+        self._config = config
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         self.address = _pack_address(self._worker.address.tobytes(), own_identity())
@@ -95,6 +99,12 @@ class UcxTransport:
         self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._epoll.register(self._event_fd, select.EPOLLIN)
+
+    def settings(self) -> TransportSettings:
+        """What UCX runs with: the options that we or kv.ucx set, as UCX reports them where it does."""
+        reported = self._context.config
+        options = {name: reported.get(name) or value for name, value in _options(self._config).items()}
+        return TransportSettings("ucx", _version(), options)
 
     def open_channel(
         self, peer_address: bytes, nonce: int, outgoing_lane: int, frame_bytes: int, num_slots: int
@@ -320,38 +330,57 @@ def check_shared_memory(path: str) -> None:
         )
 
 
-def check_rdma(context_info: str) -> None:
+def check_rdma(context_info: str, config: KVTransferConfig) -> None:
     """Refuse a UCX without an RDMA transport.
 
     Raises:
-        ConfigError: lists the transports that there are.
+        ConfigError: lists the transports that there are and what is missing.
     """
     names = sorted({line.split()[-1] for line in context_info.splitlines() if "resource" in line and "/" in line})
-    if not any(name.split("/")[0].split("_")[0] in RDMA_PREFIXES for name in names):
+    if not any(is_rdma(name) for name in names):
+        missing = "; ".join(missing_for_rdma(config)) or "its RDMA devices are down or not usable by this process"
         raise ConfigError(
-            f"require_rdma is set, but UCX offers only {', '.join(names)}: use an image whose UCX has verbs "
-            "(RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true) on a host with InfiniBand or RoCE",
-            field="kv.require_rdma",
+            f"kv.require_rdma is set, but UCX offers only {', '.join(names)}: {missing}", field="kv.require_rdma"
         )
 
 
 def _make_context(config: KVTransferConfig) -> Any:
+    """Raises: ConfigError: names the option of kv.ucx that UCX refuses, or else the transports and devices."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # `import ucxx` sets variables that a CPU build of UCX lacks
-    options = {
-        "TLS": config.ucx_tls,
-        "NET_DEVICES": config.ucx_net_devices,
-        "KEEPALIVE_INTERVAL": KEEPALIVE_INTERVAL,
-        "POSIX_ERROR_HANDLING": "y",
-        "SYSV_ERROR_HANDLING": "y",
-    }
-    features = (libucxx.Feature.TAG, libucxx.Feature.RMA, libucxx.Feature.WAKEUP)
+    base = _options(replace(config, ucx={}))
     try:
-        return libucxx.UCXContext(options, feature_flags=features)
+        return _context(_options(config))
     except libucxx.UCXError as error:
+        for name, value in config.ucx.items():
+            if _is_refused(base | {name: value}) and not _is_refused(base):
+                raise ConfigError(
+                    f"kv.ucx.{name} = {value!r} is refused by UCX {_version()}: no such option, or no such value",
+                    field=f"kv.ucx.{name}",
+                ) from error
         raise ConfigError(
             f"UCX does not start with ucx_tls={config.ucx_tls!r} and ucx_net_devices={config.ucx_net_devices!r}: {error}",
             field="kv.ucx_tls",
         ) from error
+
+
+def _options(config: KVTransferConfig) -> dict[str, str]:
+    return {"TLS": config.ucx_tls, "NET_DEVICES": config.ucx_net_devices, **_DEFAULT_OPTIONS, **config.ucx}
+
+
+def _context(options: Mapping[str, str]) -> Any:
+    return libucxx.UCXContext(dict(options), feature_flags=_FEATURES)
+
+
+def _is_refused(options: Mapping[str, str]) -> bool:
+    try:
+        _context(options)
+    except libucxx.UCXError:
+        return True
+    return False
+
+
+def _version() -> str:
+    return ".".join(map(str, ucxx.get_ucx_version()))
 
 
 def _pack_address(ucx_address: bytes, process: ProcessIdentity) -> bytes:
