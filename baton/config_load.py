@@ -372,14 +372,19 @@ def _build(kind: type[T], data: object) -> T:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             values[name] = _build(hint, value)
             continue
-        if typing.get_origin(hint) is Mapping and isinstance(value, dict):
-            values[name] = {str(key): str(item) for key, item in value.items()}
+        if typing.get_origin(hint) is Mapping:
+            values[name] = _text_map(f"{kind.__name__}.{name}", value)
             continue
         values[name] = _typed(value, hint)
         if values[name] is None:
-            wanted = _KIND_NAMES.get(hint, "a map of names to text")
-            raise ConfigError(f"{kind.__name__}.{name} = {value!r}: must be {wanted}", field=name)
+            raise ConfigError(f"{kind.__name__}.{name} = {value!r}: must be {_KIND_NAMES[hint]}", field=name)
     try:
         return kind(**values)
     except TypeError as error:
         raise ConfigError(f"{kind.__name__} is incomplete: {error}") from error
+
+
+def _text_map(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise ConfigError(f"{name} = {value!r}: must be a map of names to text", field=name)
+    return value

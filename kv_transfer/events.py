@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -67,6 +68,15 @@ class IncomingClosed:
 
 
 KVEvent = PairReady | PairLost | Shipped | OutgoingClosed | Committed | Incomplete | IncomingClosed
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSettings:
+    """What the transport of one plane runs with; fixed at its start."""
+
+    kind: str  # ucx | loopback
+    version: str  # of UCX, "" elsewhere
+    options: Mapping[str, str]  # UCX's, by name without UCX_
 
 
 @dataclass(frozen=True, slots=True)
