@@ -77,6 +77,7 @@ class Hello(_message.Message):
     TRANSPORT_KIND_FIELD_NUMBER: _builtins.int
     PAIR_NONCE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
@@ -95,6 +96,8 @@ class Hello(_message.Message):
     pair_nonce: _builtins.int
     """drawn by the opener; part of every tag of this pair"""
     speculation: _builtins.str
+    fingerprint: _builtins.str
+    """of all that the fields above do not tell apart (baton/model_spec.py)"""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -117,10 +120,11 @@ class Hello(_message.Message):
         transport_kind: _builtins.str = ...,
         pair_nonce: _builtins.int = ...,
         speculation: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,6 +416,89 @@ class TicketLost(_message.Message):
 Global___TicketLost: _TypeAlias = TicketLost  # noqa: Y015
 
 @_typing.final
+class Pull(_message.Message):
+    """KV flows back: the sender of Pull lacks these blocks, the receiver may cache them. `seq` and `generation` are the asker's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    generation: _builtins.int
+    """never reused in one epoch"""
+    ttl_ms: _builtins.int
+    """how long the answer is of use"""
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """block hashes, 16 bytes, in the prompt's order"""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "hashes", b"hashes", "seq", b"seq", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pull: _TypeAlias = Pull  # noqa: Y015
+
+@_typing.final
+class PullAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    generation: _builtins.int
+    num_blocks: _builtins.int
+    """pinned: the leading ones of those asked for; 0 = none, or no longer"""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_blocks", b"num_blocks", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullAnswer: _TypeAlias = PullAnswer  # noqa: Y015
+
+@_typing.final
+class PullDone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullDone: _TypeAlias = PullDone  # noqa: Y015
+
+@_typing.final
 class LinkPing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,6 +557,12 @@ class LinkMessage(_message.Message):
     TICKET_LOST_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
+    PULL_ANSWER_FIELD_NUMBER: _builtins.int
+    PULL_GRANT_FIELD_NUMBER: _builtins.int
+    PULL_COMMIT_FIELD_NUMBER: _builtins.int
+    PULL_NACK_FIELD_NUMBER: _builtins.int
+    PULL_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -496,6 +589,30 @@ class LinkMessage(_message.Message):
     def ping(self) -> Global___LinkPing: ...
     @_builtins.property
     def pong(self) -> Global___LinkPong: ...
+    @_builtins.property
+    def pull(self) -> Global___Pull:
+        """asker -> holder"""
+
+    @_builtins.property
+    def pull_answer(self) -> Global___PullAnswer:
+        """holder -> asker"""
+
+    @_builtins.property
+    def pull_grant(self) -> Global___Grant:
+        """asker -> holder: its blocks are open to frames"""
+
+    @_builtins.property
+    def pull_commit(self) -> Global___Commit:
+        """holder -> asker; first_token means nothing"""
+
+    @_builtins.property
+    def pull_nack(self) -> Global___Nack:
+        """asker -> holder"""
+
+    @_builtins.property
+    def pull_done(self) -> Global___PullDone:
+        """asker -> holder"""
+
     def __init__(
         self,
         *,
@@ -512,12 +629,18 @@ class LinkMessage(_message.Message):
         ticket_lost: Global___TicketLost | None = ...,
         ping: Global___LinkPing | None = ...,
         pong: Global___LinkPong | None = ...,
+        pull: Global___Pull | None = ...,
+        pull_answer: Global___PullAnswer | None = ...,
+        pull_grant: Global___Grant | None = ...,
+        pull_commit: Global___Commit | None = ...,
+        pull_nack: Global___Nack | None = ...,
+        pull_done: Global___PullDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "commit", b"commit", "grant", b"grant", "hello", b"hello", "hello_refused", b"hello_refused", "message", b"message", "nack", b"nack", "ping", b"ping", "pong", b"pong", "ready", b"ready", "reserve", b"reserve", "reserve_refused", b"reserve_refused", "ticket_lost", b"ticket_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "commit", b"commit", "grant", b"grant", "hello", b"hello", "hello_refused", b"hello_refused", "message", b"message", "nack", b"nack", "ping", b"ping", "pong", b"pong", "pull", b"pull", "pull_answer", b"pull_answer", "pull_commit", b"pull_commit", "pull_done", b"pull_done", "pull_grant", b"pull_grant", "pull_nack", b"pull_nack", "ready", b"ready", "reserve", b"reserve", "reserve_refused", b"reserve_refused", "ticket_lost", b"ticket_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "commit", b"commit", "grant", b"grant", "hello", b"hello", "hello_refused", b"hello_refused", "message", b"message", "nack", b"nack", "ping", b"ping", "pong", b"pong", "ready", b"ready", "reserve", b"reserve", "reserve_refused", b"reserve_refused", "ticket_lost", b"ticket_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "commit", b"commit", "grant", b"grant", "hello", b"hello", "hello_refused", b"hello_refused", "message", b"message", "nack", b"nack", "ping", b"ping", "pong", b"pong", "pull", b"pull", "pull_answer", b"pull_answer", "pull_commit", b"pull_commit", "pull_done", b"pull_done", "pull_grant", b"pull_grant", "pull_nack", b"pull_nack", "ready", b"ready", "reserve", b"reserve", "reserve_refused", b"reserve_refused", "ticket_lost", b"ticket_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_refused", "ready", "reserve", "grant", "reserve_refused", "commit", "ack", "nack", "cancel", "ticket_lost", "ping", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_refused", "ready", "reserve", "grant", "reserve_refused", "commit", "ack", "nack", "cancel", "ticket_lost", "ping", "pong", "pull", "pull_answer", "pull_grant", "pull_commit", "pull_nack", "pull_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

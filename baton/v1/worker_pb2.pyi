@@ -237,13 +237,21 @@ class Submit(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    PULL_FROM_FIELD_NUMBER: _builtins.int
+    PULL_BLOCKS_FIELD_NUMBER: _builtins.int
     ttl_ms: _builtins.int
     """what is left of the call's deadline"""
+    pull_blocks: _builtins.int
+    """how many leading blocks of the prompt it was last known to cache"""
     @_builtins.property
     def request(self) -> Global___Request: ...
     @_builtins.property
     def decode(self) -> Global___Peer:
         """absent = local: prefill and decode on the worker that gets this"""
+
+    @_builtins.property
+    def pull_from(self) -> Global___Peer:
+        """with decode: a decode worker that caches more of this prompt than the prefill worker does"""
 
     def __init__(
         self,
@@ -251,10 +259,12 @@ class Submit(_message.Message):
         request: Global___Request | None = ...,
         decode: Global___Peer | None = ...,
         ttl_ms: _builtins.int = ...,
+        pull_from: Global___Peer | None = ...,
+        pull_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pull_from", b"pull_from", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "request", b"request", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pull_blocks", b"pull_blocks", "pull_from", b"pull_from", "request", b"request", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,15 +294,18 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENT_NS_FIELD_NUMBER: _builtins.int
+    WANT_KV_FIELD_NUMBER: _builtins.int
     sent_ns: _builtins.int
+    want_kv: _builtins.bool
     def __init__(
         self,
         *,
         sent_ns: _builtins.int = ...,
+        want_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_ns", b"sent_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_ns", b"sent_ns", "want_kv", b"want_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,6 +448,26 @@ Global___ErrorInfo: _TypeAlias = ErrorInfo  # noqa: Y015
 class Load(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KvFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
@@ -462,6 +495,8 @@ class Load(_message.Message):
     QUARANTINED_SLOTS_FIELD_NUMBER: _builtins.int
     SESSION_OUTBOX_BYTES_FIELD_NUMBER: _builtins.int
     LINK_OUTBOX_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    KV_FAILURES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     draining: _builtins.bool
     num_running: _builtins.int
@@ -496,6 +531,12 @@ class Load(_message.Message):
     """what routers have not read yet"""
     link_outbox_bytes: _builtins.int
     """what peers have not read yet"""
+    num_slots: _builtins.int
+    """ring slots of all pairs, of which slots_in_use hold a frame"""
+    @_builtins.property
+    def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """transfers that failed, by reason: kv_transfer/failure.py"""
+
     def __init__(
         self,
         *,
@@ -526,10 +567,12 @@ class Load(_message.Message):
         quarantined_slots: _builtins.int = ...,
         session_outbox_bytes: _builtins.int = ...,
         link_outbox_bytes: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        kv_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,12 +586,19 @@ class LinkStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    MINE_FIELD_NUMBER: _builtins.int
+    YOURS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """connecting | ready | refused | lost"""
     transport: _builtins.str
     """from ucp_ep_query, "posix/memory", "tcp/lo", "loopback" """
     reason: _builtins.str
     """of refused and lost, naming the field"""
+    field: _builtins.str
+    """of refused: what differs, and its value on either side"""
+    mine: _builtins.str
+    yours: _builtins.str
     @_builtins.property
     def peer(self) -> Global___Peer: ...
     def __init__(
@@ -558,10 +608,13 @@ class LinkStatus(_message.Message):
         state: _builtins.str = ...,
         transport: _builtins.str = ...,
         reason: _builtins.str = ...,
+        field: _builtins.str = ...,
+        mine: _builtins.str = ...,
+        yours: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "mine", b"mine", "peer", b"peer", "reason", b"reason", "state", b"state", "transport", b"transport", "yours", b"yours"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +656,8 @@ class Opened(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___Role.ValueType
@@ -613,6 +668,10 @@ class Opened(_message.Message):
     block_size: _builtins.int
     max_num_seqs: _builtins.int
     protocol_version: _builtins.int
+    kv_dtype: _builtins.str
+    """part of every block hash (baton/hashing.py)"""
+    kv_block_bytes: _builtins.int
+    """of one block in all layers"""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -632,10 +691,12 @@ class Opened(_message.Message):
         load: Global___Load | None = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
         protocol_version: _builtins.int = ...,
+        kv_dtype: _builtins.str = ...,
+        kv_block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fingerprint", b"fingerprint", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -687,6 +748,9 @@ class SeqStats(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     EXPOSED_TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """arrival at this worker -> first step"""
     prefill_ms: _builtins.float
@@ -703,6 +767,11 @@ class SeqStats(_message.Message):
     """shipped"""
     exposed_transfer_ms: _builtins.float
     """first token -> Ack"""
+    pulled_blocks: _builtins.int
+    """of the prompt, from a decode worker; counted in cached_tokens too"""
+    pulled_bytes: _builtins.int
+    pull_ms: _builtins.float
+    """asked for -> published"""
     def __init__(
         self,
         *,
@@ -717,10 +786,13 @@ class SeqStats(_message.Message):
         transport: _builtins.str = ...,
         kv_blocks: _builtins.int = ...,
         exposed_transfer_ms: _builtins.float = ...,
+        pulled_blocks: _builtins.int = ...,
+        pulled_bytes: _builtins.int = ...,
+        pull_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "exposed_transfer_ms", b"exposed_transfer_ms", "kv_blocks", b"kv_blocks", "kv_bytes", b"kv_bytes", "kv_transfer_ms", b"kv_transfer_ms", "num_preemptions", b"num_preemptions", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_wait_ms", b"reserve_wait_ms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "exposed_transfer_ms", b"exposed_transfer_ms", "kv_blocks", b"kv_blocks", "kv_bytes", b"kv_bytes", "kv_transfer_ms", b"kv_transfer_ms", "num_preemptions", b"num_preemptions", "prefill_ms", b"prefill_ms", "pull_ms", b"pull_ms", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "queue_ms", b"queue_ms", "reserve_wait_ms", b"reserve_wait_ms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,6 +910,8 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class CacheDelta(_message.Message):
+    """Sent in pages well below gRPC's message limit; the pages of one change, or of the whole after Opened, share a generation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
@@ -845,7 +919,7 @@ class CacheDelta(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """+ 1 per message; a gap means "ask again" """
+    """+ 1 per change; after a gap nothing is known but what comes from here on"""
     reset: _builtins.bool
     """forget everything first"""
     @_builtins.property
@@ -876,22 +950,123 @@ class HeartbeatReply(_message.Message):
 
     SENT_NS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     sent_ns: _builtins.int
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def kv(self) -> Global___KvStatus: ...
     def __init__(
         self,
         *,
         sent_ns: _builtins.int = ...,
         load: Global___Load | None = ...,
+        kv: Global___KvStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "sent_ns", b"sent_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "load", b"load", "sent_ns", b"sent_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
+
+@_typing.final
+class KvPair(_message.Message):
+    """One direction between two workers, as the one that sends sees it. Totals since the pair was set up; bytes are payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    NUM_SENT_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
+    SENDING_S_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """direct | staged; "" before the pair is ready"""
+    bytes_sent: _builtins.int
+    bytes_received: _builtins.int
+    num_sent: _builtins.int
+    """transfers ended by their Ack, or cancelled"""
+    num_received: _builtins.int
+    sending_s: _builtins.float
+    """while at least one frame was under way"""
+    @_builtins.property
+    def link(self) -> Global___LinkStatus: ...
+    def __init__(
+        self,
+        *,
+        link: Global___LinkStatus | None = ...,
+        mode: _builtins.str = ...,
+        bytes_sent: _builtins.int = ...,
+        bytes_received: _builtins.int = ...,
+        num_sent: _builtins.int = ...,
+        num_received: _builtins.int = ...,
+        sending_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "link", b"link", "mode", b"mode", "num_received", b"num_received", "num_sent", b"num_sent", "sending_s", b"sending_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPair: _TypeAlias = KvPair  # noqa: Y015
+
+@_typing.final
+class KvStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """ucx | loopback"""
+    version: _builtins.str
+    """of UCX"""
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """UCX's in force, by name without UCX_"""
+
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPair]: ...
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        version: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        pairs: _abc.Iterable[Global___KvPair] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "pairs", b"pairs", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvStatus: _TypeAlias = KvStatus  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):
