@@ -1,8 +1,8 @@
 """LocalEngine: schedule -> run -> commit, for one model on one worker.
 
-Owns the scheduler, the block pool, the prefix cache and the calls into the Runner. Commands (`add`, `reserve`, `adopt`,
-`drop`) never raise and never compute; whatever they end at once comes out of the next `step`. All of it runs on the one
-engine thread. Its only clock measures how long a run took.
+Owns the scheduler, the block pool, the prefix cache, the block exchange and the calls into the Runner. Commands (`add`,
+`reserve`, `adopt`, `drop`, and those of the exchange) never raise and never compute; what they end or answer at once comes
+out of the next `step`. All of it runs on the one engine thread. Its only clock measures how long a run took.
 
 When the Runner raises, each sequence of that batch is run again alone (computing the same tokens into the same blocks is
 idempotent), so one bad sequence fails alone and a batch that was merely too big succeeds in parts; whoever fails again
@@ -12,12 +12,14 @@ ends with an error and its blocks are free (a prefill-only one's on `drop`: a tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.config import EngineConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Overloaded, Unavailable
+from baton.hashing import BlockHash
 from baton.log import get_log
 from baton.request import Request
+from engine.block_exchange import BlockExchange
 from engine.block_pool import BlockPool
 from engine.ports import Batch, BatchEntry, EngineLoad, Runner, SequenceEnded, StepResult
 from engine.prefix_cache import PrefixCache
@@ -64,6 +66,7 @@ class LocalEngine:
         )
         stops = StopRules(frozenset(eos_token_ids), self.max_len)
         self._scheduler = Scheduler(config, self._pool, self._cache, stops, block_size=layout.block_size)
+        self._exchange = BlockExchange(self._pool, self._cache, self._scheduler.has_room, block_size=layout.block_size)
         self._ended: list[SequenceEnded] = []  # by commands, since the last step
         self._num_steps = 0
         self._step_ms = 0.0
@@ -90,11 +93,26 @@ class LocalEngine:
         self._scheduler.drop(seq)
         self._ended = [ended for ended in self._ended if ended.seq != seq]
 
+    # Commands: KV flows back
+
+    def pin(self, seq: int, hashes: Sequence[BlockHash]) -> None:
+        self._exchange.pin(seq, hashes)
+
+    def unpin(self, seq: int) -> None:
+        self._exchange.unpin(seq)
+
+    def make_room(self, request: Request, num_blocks: int) -> None:
+        self._exchange.make_room(request, num_blocks)
+
+    def publish(self, seq: int, num_blocks: int) -> None:
+        self._exchange.publish(seq, num_blocks)
+
     # The step
 
     def has_work(self) -> bool:
         """Whether a step would change anything. Only a command can turn False into True."""
-        return bool(self._ended) or self._cache.has_delta() or self._scheduler.has_work()
+        answers = self._ended or self._exchange.has_answers() or self._cache.has_delta()
+        return bool(answers) or self._scheduler.has_work()
 
     def step(self, now_s: float) -> StepResult:
         started_s = self._clock_s()
@@ -132,6 +150,9 @@ class LocalEngine:
         added, removed = self._cache.take_delta()
         result.cache_added.extend(added)
         result.cache_removed.extend(removed)
+        pinned, rooms = self._exchange.take_answers()
+        result.pinned.extend(pinned)
+        result.rooms.extend(rooms)
         result.ended.extend(self._ended)
         self._ended = []
         if self._check_integrity and self._pool.is_idle:
@@ -165,7 +186,7 @@ class LocalEngine:
 
     def check_integrity(self) -> None:
         """Assert that every block, queue and state agrees."""
-        self._scheduler.check_integrity()
+        self._scheduler.check_integrity(self._exchange.blocks())
 
     # Admission by size; by memory and seats it is the scheduler's
 

@@ -90,6 +90,23 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """Blocks that another worker may read: the leading ones of those asked for. Held until `unpin`."""
+
+    seq: int
+    block_ids: tuple[int, ...]  # empty: not even the first is here
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks set aside for what the prefix cache lacks of a prompt. Held until `publish`."""
+
+    seq: int
+    hashes: tuple[bytes, ...]  # of what is lacking, in order; empty: nothing is, or there is no memory to spare
+    block_ids: tuple[int, ...]  # one per hash, of unknown content
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkDone:
     """A prefill-only sequence has KV for tokens [0, num_computed_tokens) in block_ids."""
 
@@ -143,6 +160,8 @@ class StepResult:
     prefilled: list[PrefillEnded] = field(default_factory=list)
     reserved: list[Reservation] = field(default_factory=list)
     ended: list[SequenceEnded] = field(default_factory=list)
+    pinned: list[Pinned] = field(default_factory=list)
+    rooms: list[Room] = field(default_factory=list)
     cache_added: list[bytes] = field(default_factory=list)
     cache_removed: list[bytes] = field(default_factory=list)
 
@@ -184,6 +203,22 @@ class Engine(Protocol):
 
     def drop(self, seq: int) -> None:
         """End a sequence, reservation or hold in whatever state; its blocks are free on return. Idempotent."""
+        ...
+
+    def pin(self, seq: int, hashes: Sequence[bytes]) -> None:
+        """Hold what is cached of these blocks for another worker, apart from any sequence; StepResult.pinned says what."""
+        ...
+
+    def unpin(self, seq: int) -> None:
+        """Nobody reads them any more. Idempotent."""
+        ...
+
+    def make_room(self, request: Request, num_blocks: int) -> None:
+        """Set blocks aside for what is lacking of the prompt's first `num_blocks`; StepResult.rooms says which."""
+        ...
+
+    def publish(self, seq: int, num_blocks: int) -> None:
+        """Nobody writes a room any more: its first `num_blocks` are whole and cached from now on, the rest is free."""
         ...
 
     def step(self, now_s: float) -> StepResult:

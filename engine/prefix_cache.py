@@ -10,7 +10,10 @@ Switched off, nothing is ever published or found. Runs on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from baton.hashing import BlockHash, block_hashes, max_prefix_hit_blocks, root_hash
+from baton.request import Request
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 
@@ -34,13 +37,24 @@ class PrefixCache:
             return []
         max_blocks = max_prefix_hit_blocks(len(sequence.token_ids), self._block_size)
         self._hash(sequence, max_blocks)
-        hits: list[int] = []
-        for block_hash in sequence.hashes[:max_blocks]:
+        return self.find(sequence.hashes[:max_blocks])
+
+    def find(self, hashes: Seq[BlockHash]) -> list[int]:
+        """The blocks of the leading hashes that are known, up to the first that is not."""
+        blocks: list[int] = []
+        for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
                 break
-            hits.append(block)
-        return hits
+            blocks.append(block)
+        return blocks
+
+    def hashes_of(self, request: Request, num_blocks: int) -> list[BlockHash]:
+        """Of the first `num_blocks` blocks of a prompt; none where nothing is ever cached."""
+        if not self._enabled:
+            return []
+        tokens = request.token_ids[: num_blocks * self._block_size]
+        return block_hashes(self._root(request), tokens, self._block_size)
 
     def publish(self, sequence: Sequence) -> None:
         """Make every block that is full and computed findable."""
@@ -49,7 +63,7 @@ class PrefixCache:
             return
         self._hash(sequence, num_full)
         for index in range(sequence.num_published, num_full):
-            self._remember(sequence.hashes[index], sequence.blocks[index])
+            self.remember(sequence.hashes[index], sequence.blocks[index])
         sequence.num_published = num_full
 
     def has_delta(self) -> bool:
@@ -65,7 +79,8 @@ class PrefixCache:
     def check_integrity(self) -> None:
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of, "maps disagree"
 
-    def _remember(self, block_hash: BlockHash, block: int) -> None:
+    def remember(self, block_hash: BlockHash, block: int) -> None:
+        """Make one held block findable; nothing happens where a twin of it is."""
         if block_hash in self._block_of:
             return
         self._block_of[block_hash] = block
@@ -89,9 +104,9 @@ class PrefixCache:
         known = len(sequence.hashes)
         if known >= num_blocks:
             return
-        parent = sequence.hashes[-1] if known else self._root(sequence)
+        parent = sequence.hashes[-1] if known else self._root(sequence.request)
         tokens = sequence.token_ids[known * self._block_size : num_blocks * self._block_size]
         sequence.hashes += block_hashes(parent, tokens, self._block_size)
 
-    def _root(self, sequence: Sequence) -> BlockHash:
-        return root_hash(self._fingerprint, self._kv_dtype, sequence.request.tenant_salt)
+    def _root(self, request: Request) -> BlockHash:
+        return root_hash(self._fingerprint, self._kv_dtype, request.tenant_salt)

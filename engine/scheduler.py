@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
@@ -145,6 +146,11 @@ class Scheduler:
         self._in_state[sequence.state].remove(sequence)
         self._release(sequence)
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks can be spared; what waits here and what decodes comes first."""
+        num_waiting = sum(self._num_blocks_for(sequence) for sequence in self._waiting + self._queued)
+        return self._pool.num_available - num_blocks >= num_waiting + self._watermark()
+
     def has_work(self) -> bool:
         """Whether a step would compute or grant something."""
         return bool(self._running) or self._startable(self._config.max_num_batched_tokens) is not None
@@ -171,8 +177,8 @@ class Scheduler:
                 self._emit(sequence, outcome, end_s, result)
         return result
 
-    def check_integrity(self) -> None:
-        """Assert that blocks, queues and states agree."""
+    def check_integrity(self, exchanged: Set[int] = frozenset()) -> None:
+        """Assert that blocks, queues and states agree; `exchanged` blocks are reserved by others (engine/block_exchange.py)."""
         self._pool.check_integrity()
         self._cache.check_integrity()
         for state, sequences in self._in_state.items():
@@ -181,7 +187,7 @@ class Scheduler:
             assert all(sequence.state is state for sequence in sequences), f"a stranger in the {state.name} list"
         assert sum(map(len, self._in_state.values())) == len(self._sequences), "a sequence is in no list, or in two"
         active = {block for s in self._running + self._in_state[SeqState.HELD] for block in s.blocks}
-        reserved = {block for s in self._in_state[SeqState.RESERVED] for block in s.blocks} - active
+        reserved = ({block for s in self._in_state[SeqState.RESERVED] for block in s.blocks} | exchanged) - active
         assert self._pool.num_active == len(active), "active blocks without a sequence"
         assert self._pool.num_reserved == len(reserved), "reserved blocks without a reservation"
         assert not any(s.blocks or s.num_computed for s in self._waiting + self._queued), "a queued sequence owns KV"
