@@ -1,8 +1,8 @@
 """One transfer in several parts: a part per pair of ranks, one terminal event for all. For unequal tensor-parallel degrees.
 
 A decode rank may get its heads from several prefill ranks, and a prefill rank give its heads to several decode ranks. Each pair
-moves its share under the same seq and generation through a Sender and a Receiver of its own (head_plan.py says which heads,
-head_slices.py makes them look like whole blocks); this file joins the ends of these parts. Life of what is joined:
+moves its share as a transfer with a seq of its own (head_plan.py says which heads, head_slices.py makes them look like whole
+blocks); here the ends of these parts are joined, over one rank or over all ranks that share a block table. Life of a whole:
 
     1 open      no part failed                      -> 2 a part failed, or close
                                                     -> 3 every part ended well
@@ -10,9 +10,9 @@ head_slices.py makes them look like whole blocks); this file joins the ends of t
                                                     -> 3 every part ended, either way
     3 ended     exactly one event: from 1 Committed (or OutgoingClosed ""), from 2 closed with the first reason
 
-Every part ends exactly once, in bounded time, as core.py promises of a transfer; so does the whole. While any part may still
-write or read the blocks they are not reported closed. Commit is all or nothing: Ack the peers after the joined Committed, not
-after a part's, or a sender frees what another part's failure makes it send again. A seq is joined again only after its end.
+Every part ends exactly once, in bounded time, as core.py promises of a transfer; so does the whole, and not while any part may
+still write or read the blocks. Commit is all or nothing: Ack the peers after the joined Committed, not after a part's, or a
+sender frees what another part's failure makes it send again. A seq, of a whole or of a part, is used again only after its end.
 
 Pure: no thread, clock or socket. Runs where the events of the parts arrive. `close_part` may deliver a part's end at once.
 """
@@ -30,83 +30,87 @@ Event = TypeVar("Event")
 
 
 @dataclass(slots=True)
-class _Joint:
+class _Whole:
+    seq: int
     generation: int
-    open_peers: set[str]  # whose part has not ended
+    open_parts: set[int]  # seqs of the parts that have not ended
     nbytes: int = 0  # of the parts that are committed
     reason: str | None = None  # why it closes; None: it does not
 
 
 class _Joined(ABC, Generic[Event]):
-    """The life cycle above. `emit` gets the terminal event, `close_part(peer, seq)` is told which part to end."""
+    """The life cycle above. `emit` gets the terminal event, `close_part(seq of the part)` is told what to end."""
 
-    def __init__(self, emit: Callable[[Event], None], close_part: Callable[[str, int], None]) -> None:
+    def __init__(self, emit: Callable[[Event], None], close_part: Callable[[int], None]) -> None:
         self._emit = emit
         self._close_part = close_part
-        self._joints: dict[int, _Joint] = {}  # by seq
+        self._wholes: dict[int, _Whole] = {}  # by seq
+        self._by_part: dict[int, _Whole] = {}  # by seq of a part that has not ended
 
     @property
     def num_open(self) -> int:
-        return len(self._joints)
+        return len(self._wholes)
 
-    def open(self, seq: int, generation: int, peers: Collection[str]) -> None:
-        """Join the parts of `seq` that were opened, or are about to be, towards `peers`."""
-        assert seq not in self._joints, "the seq is still joined"
-        assert peers, "nothing to join"
-        self._joints[seq] = _Joint(generation, set(peers))
+    def open(self, seq: int, generation: int, parts: Collection[int]) -> None:
+        """Join transfers that were opened, or are about to be."""
+        assert seq not in self._wholes, "the seq is still joined"
+        assert parts, "nothing to join"
+        assert not self._by_part.keys() & set(parts), "a part is still open"
+        self._wholes[seq] = whole = _Whole(seq, generation, set(parts))
+        self._by_part |= dict.fromkeys(parts, whole)
 
     def close(self, seq: int) -> None:
         """End every part; nothing happens where the seq is not open."""
-        if seq in self._joints:
-            self._fail(seq, self._joints[seq], "")
+        if seq in self._wholes:
+            self._fail(self._wholes[seq], "")
 
-    def _end_part(self, peer: str, seq: int, nbytes: int, failure: str | None) -> None:
+    def _end_part(self, part: int, nbytes: int, failure: str | None) -> None:
         """Note that a part ended, well where `failure` is None. A part that is not open says nothing."""
-        joint = self._joints.get(seq)
-        if joint is None or peer not in joint.open_peers:
+        whole = self._by_part.pop(part, None)
+        if whole is None:
             return
-        joint.open_peers.discard(peer)
-        joint.nbytes += nbytes
+        whole.open_parts.discard(part)
+        whole.nbytes += nbytes
         if failure is not None:
-            self._fail(seq, joint, failure)
-        if not joint.open_peers and self._joints.get(seq) is joint:
-            del self._joints[seq]
-            self._emit(self._terminal_event(seq, joint))
+            self._fail(whole, failure)
+        if not whole.open_parts and self._wholes.get(whole.seq) is whole:
+            del self._wholes[whole.seq]
+            self._emit(self._terminal_event(whole))
 
-    def _fail(self, seq: int, joint: _Joint, reason: str) -> None:
-        if joint.reason is not None:
+    def _fail(self, whole: _Whole, reason: str) -> None:
+        if whole.reason is not None:
             return
-        joint.reason = reason
-        for peer in sorted(joint.open_peers):
-            self._close_part(peer, seq)
+        whole.reason = reason
+        for part in sorted(whole.open_parts):
+            self._close_part(part)
 
     @abstractmethod
-    def _terminal_event(self, seq: int, joint: _Joint) -> Event: ...
+    def _terminal_event(self, whole: _Whole) -> Event: ...
 
 
 class JoinedTickets(_Joined[Committed | IncomingClosed]):
-    """A receiver rank's tickets: committed once the share of every sender rank is."""
+    """A receiver's tickets: committed once every share is."""
 
-    def on_event(self, peer: str, event: Committed | IncomingClosed) -> None:
-        """Take what `peer`'s part ended in."""
+    def on_event(self, event: Committed | IncomingClosed) -> None:
+        """Take what a part ended in."""
         match event:
-            case Committed(seq, _, nbytes):
-                self._end_part(peer, seq, nbytes, None)
-            case IncomingClosed(seq, reason):
-                self._end_part(peer, seq, 0, reason)
+            case Committed(part, _, nbytes):
+                self._end_part(part, nbytes, None)
+            case IncomingClosed(part, reason):
+                self._end_part(part, 0, reason)
 
-    def _terminal_event(self, seq: int, joint: _Joint) -> Committed | IncomingClosed:
-        if joint.reason is None:
-            return Committed(seq, joint.generation, joint.nbytes)
-        return IncomingClosed(seq, joint.reason)
+    def _terminal_event(self, whole: _Whole) -> Committed | IncomingClosed:
+        if whole.reason is None:
+            return Committed(whole.seq, whole.generation, whole.nbytes)
+        return IncomingClosed(whole.seq, whole.reason)
 
 
 class JoinedLeases(_Joined[OutgoingClosed]):
-    """A sender rank's holds: its blocks may be dropped once no receiver rank's share is read from them any more."""
+    """A sender's holds: its blocks may be dropped once no share is read from them any more."""
 
-    def on_event(self, peer: str, event: OutgoingClosed) -> None:
-        """Take what `peer`'s part ended in."""
-        self._end_part(peer, event.seq, 0, event.reason or None)
+    def on_event(self, event: OutgoingClosed) -> None:
+        """Take what a part ended in."""
+        self._end_part(event.seq, 0, event.reason or None)
 
-    def _terminal_event(self, seq: int, joint: _Joint) -> OutgoingClosed:
-        return OutgoingClosed(seq, joint.reason or "")
+    def _terminal_event(self, whole: _Whole) -> OutgoingClosed:
+        return OutgoingClosed(whole.seq, whole.reason or "")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kv_transfer.events import Committed, IncomingClosed, OutgoingClosed
 from kv_transfer.joined_tickets import JoinedLeases, JoinedTickets
 
-SEQ, GENERATION = 5, 3
-PEERS = ["a", "b", "c"]
+SEQ, GENERATION = 50, 3
+A, B, C = PARTS = [50, 51, 52]
 End = Committed | IncomingClosed | OutgoingClosed
 
 
@@ -22,28 +22,28 @@ End = Committed | IncomingClosed | OutgoingClosed
 class Rig:
     """Joined tickets over parts that are ended by hand; remembers which parts it was told to close."""
 
-    told_to_close: list[tuple[str, int]] = field(default_factory=list)
+    told_to_close: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
 
     def tickets(self) -> JoinedTickets:
-        return JoinedTickets(self.ends.append, lambda peer, seq: self.told_to_close.append((peer, seq)))
+        return JoinedTickets(self.ends.append, self.told_to_close.append)
 
     def leases(self) -> JoinedLeases:
-        return JoinedLeases(self.ends.append, lambda peer, seq: self.told_to_close.append((peer, seq)))
+        return JoinedLeases(self.ends.append, self.told_to_close.append)
 
 
-def committed(nbytes: int = 10) -> Committed:
-    return Committed(SEQ, GENERATION, nbytes)
+def committed(part: int, nbytes: int = 10) -> Committed:
+    return Committed(part, GENERATION, nbytes)
 
 
 def test_a_ticket_is_committed_when_its_last_part_is_and_not_before() -> None:
     rig = Rig()
     tickets = rig.tickets()
-    tickets.open(SEQ, GENERATION, PEERS)
-    tickets.on_event("b", committed(1))
-    tickets.on_event("a", committed(20))
+    tickets.open(SEQ, GENERATION, PARTS)
+    tickets.on_event(committed(B, 1))
+    tickets.on_event(committed(A, 20))
     assert rig.ends == []
-    tickets.on_event("c", committed(300))
+    tickets.on_event(committed(C, 300))
     assert rig.ends == [Committed(SEQ, GENERATION, 321)]
     assert rig.told_to_close == []
     assert tickets.num_open == 0
@@ -52,105 +52,107 @@ def test_a_ticket_is_committed_when_its_last_part_is_and_not_before() -> None:
 def test_one_failed_part_closes_the_others_and_the_ticket_closes_after_the_last_of_them() -> None:
     rig = Rig()
     tickets = rig.tickets()
-    tickets.open(SEQ, GENERATION, PEERS)
-    tickets.on_event("a", committed())
-    tickets.on_event("b", IncomingClosed(SEQ, "damaged"))
-    assert rig.told_to_close == [("c", SEQ)]
-    assert rig.ends == [], "c may still be written to"
-    tickets.on_event("c", IncomingClosed(SEQ, ""))
+    tickets.open(SEQ, GENERATION, PARTS)
+    tickets.on_event(committed(A))
+    tickets.on_event(IncomingClosed(B, "damaged"))
+    assert rig.told_to_close == [C]
+    assert rig.ends == [], "C may still be written to"
+    tickets.on_event(IncomingClosed(C, ""))
     assert rig.ends == [IncomingClosed(SEQ, "damaged")]
 
 
 def test_a_part_that_commits_while_the_ticket_closes_does_not_commit_it() -> None:
     rig = Rig()
     tickets = rig.tickets()
-    tickets.open(SEQ, GENERATION, PEERS)
+    tickets.open(SEQ, GENERATION, PARTS)
     tickets.close(SEQ)
-    for peer in PEERS:
-        tickets.on_event(peer, committed())
+    for part in PARTS:
+        tickets.on_event(committed(part))
     assert rig.ends == [IncomingClosed(SEQ, "")]
+    assert rig.told_to_close == PARTS
 
 
-def test_a_close_after_the_end_and_events_of_unknown_parts_change_nothing() -> None:
+def test_a_close_after_the_end_and_events_of_parts_that_are_not_open_change_nothing() -> None:
     rig = Rig()
     tickets = rig.tickets()
-    tickets.open(SEQ, GENERATION, ["a", "b"])
-    tickets.on_event("stranger", IncomingClosed(SEQ, "damaged"))
-    tickets.on_event("a", committed())
-    tickets.on_event("a", IncomingClosed(SEQ, "damaged"))
-    tickets.on_event("b", committed())
+    tickets.open(SEQ, GENERATION, [A, B])
+    tickets.on_event(IncomingClosed(C, "damaged"))
+    tickets.on_event(committed(A))
+    tickets.on_event(IncomingClosed(A, "damaged"))
+    tickets.on_event(committed(B))
     tickets.close(SEQ)
-    tickets.on_event("b", committed())
+    tickets.on_event(committed(B))
     assert rig.ends == [Committed(SEQ, GENERATION, 20)]
     assert rig.told_to_close == []
 
 
-def test_blocks_of_a_sender_rank_are_free_once_no_part_reads_them() -> None:
+def test_blocks_of_a_sender_are_free_once_no_part_reads_them() -> None:
     rig = Rig()
     leases = rig.leases()
-    leases.open(SEQ, GENERATION, ["a", "b"])
-    leases.on_event("a", OutgoingClosed(SEQ, ""))
+    leases.open(SEQ, GENERATION, [A, B])
+    leases.on_event(OutgoingClosed(A, ""))
     assert rig.ends == []
-    leases.on_event("b", OutgoingClosed(SEQ, ""))
+    leases.on_event(OutgoingClosed(B, ""))
     assert rig.ends == [OutgoingClosed(SEQ, "")]
 
 
-def test_one_failed_part_of_a_sender_rank_closes_the_others_and_is_the_reason() -> None:
+def test_one_failed_part_of_a_sender_closes_the_others_and_is_the_reason() -> None:
     rig = Rig()
     leases = rig.leases()
-    leases.open(SEQ, GENERATION, ["a", "b"])
-    leases.on_event("a", OutgoingClosed(SEQ, "lease expired"))
-    assert rig.told_to_close == [("b", SEQ)]
-    leases.on_event("b", OutgoingClosed(SEQ, ""))
+    leases.open(SEQ, GENERATION, [A, B])
+    leases.on_event(OutgoingClosed(A, "lease expired"))
+    assert rig.told_to_close == [B]
+    leases.on_event(OutgoingClosed(B, ""))
     assert rig.ends == [OutgoingClosed(SEQ, "lease expired")]
 
 
-def test_a_seq_can_be_joined_again_after_its_end_and_not_before() -> None:
+def test_a_seq_can_be_used_again_after_its_end_and_not_before() -> None:
     rig = Rig()
     tickets = rig.tickets()
-    tickets.open(SEQ, GENERATION, ["a"])
+    tickets.open(SEQ, GENERATION, [A])
     with pytest.raises(AssertionError, match="still joined"):
-        tickets.open(SEQ, GENERATION + 1, ["a"])
-    tickets.on_event("a", IncomingClosed(SEQ, "expired"))
-    tickets.open(SEQ, GENERATION + 1, ["a"])
-    tickets.on_event("a", Committed(SEQ, GENERATION + 1, 10))
+        tickets.open(SEQ, GENERATION + 1, [A])
+    with pytest.raises(AssertionError, match="still open"):
+        tickets.open(SEQ + 100, GENERATION, [A, B])
+    tickets.on_event(IncomingClosed(A, "expired"))
+    tickets.open(SEQ, GENERATION + 1, [A])
+    tickets.on_event(Committed(A, GENERATION + 1, 10))
     assert rig.ends == [IncomingClosed(SEQ, "expired"), Committed(SEQ, GENERATION + 1, 10)]
 
 
 def test_a_close_that_is_answered_at_once_still_ends_the_whole_exactly_once() -> None:
     ends: list[End] = []
-    tickets = JoinedTickets(ends.append, lambda peer, seq: tickets.on_event(peer, IncomingClosed(seq, "")))
-    tickets.open(SEQ, GENERATION, PEERS)
+    tickets = JoinedTickets(ends.append, lambda part: tickets.on_event(IncomingClosed(part, "")))
+    tickets.open(SEQ, GENERATION, PARTS)
     tickets.close(SEQ)
-    tickets.open(SEQ, GENERATION, PEERS)
-    tickets.on_event("a", IncomingClosed(SEQ, "damaged"))
+    tickets.open(SEQ, GENERATION, PARTS)
+    tickets.on_event(IncomingClosed(A, "damaged"))
     assert ends == [IncomingClosed(SEQ, ""), IncomingClosed(SEQ, "damaged")]
     assert tickets.num_open == 0
 
 
 @dataclass
-class Parts:
-    """What planes do: each open part ends once; a close command is carried out later, and only where it finds the part."""
+class Plane:
+    """What a plane does: each open part ends once; a close command is carried out later, and only where it finds the part."""
 
-    running: dict[tuple[str, int], bool]  # by (peer, seq): whether a close command is queued
     draw: random.Random
     make_end: Callable[[int, str], End]  # of (seq, reason); "good" is the good one
+    running: dict[int, bool] = field(default_factory=dict)  # by seq of the part: whether a close command is queued
 
-    def close(self, peer: str, seq: int) -> None:
-        assert not self.running.get((peer, seq), False), "told twice"
-        if (peer, seq) in self.running:
-            self.running[peer, seq] = True
+    def close(self, part: int) -> None:
+        assert not self.running[part], "told twice"
+        self.running[part] = True
 
-    def end_one(self, good_share: float) -> tuple[str, End]:
-        peer, seq = self.draw.choice(sorted(self.running))
-        was_told = self.running.pop((peer, seq))
+    def end_one(self, good_share: float) -> End:
+        part = self.draw.choice(sorted(self.running))
+        was_told = self.running.pop(part)
         if self.draw.random() < good_share:
-            return peer, self.make_end(seq, "good")
-        return peer, self.make_end(seq, "" if was_told else self.draw.choice(["damaged", "expired"]))
+            return self.make_end(part, "good")
+        return self.make_end(part, "" if was_told else self.draw.choice(["damaged", "expired"]))
 
 
 def end_of_incoming(seq: int, reason: str) -> End:
-    return Committed(seq, GENERATION, 10 + seq) if reason == "good" else IncomingClosed(seq, reason)
+    return Committed(seq, GENERATION, seq) if reason == "good" else IncomingClosed(seq, reason)
 
 
 def end_of_outgoing(seq: int, reason: str) -> End:
@@ -165,31 +167,31 @@ def end_of_outgoing(seq: int, reason: str) -> End:
     st.integers(0, 2**32),
 )
 def test_in_any_order_of_events_each_whole_ends_exactly_once_after_its_parts_and_as_they_ended(
-    incoming: bool, num_peers: list[int], good_share: float, close_share: float, seed: int
+    incoming: bool, nums_parts: list[int], good_share: float, close_share: float, seed: int
 ) -> None:
     draw = random.Random(seed)
-    wholes = {seq: [f"peer{index}" for index in range(count)] for seq, count in enumerate(num_peers)}
-    parts = Parts({}, draw, end_of_incoming if incoming else end_of_outgoing)
+    parts_of = {100 * seq: [100 * seq + part for part in range(count)] for seq, count in enumerate(nums_parts)}
+    plane = Plane(draw, end_of_incoming if incoming else end_of_outgoing)
     ends: list[End] = []
-    joined = JoinedTickets(ends.append, parts.close) if incoming else JoinedLeases(ends.append, parts.close)
-    expected: dict[int, End] = {}
-    for seq, peers in wholes.items():
-        parts.running |= {(peer, seq): False for peer in peers}
-        joined.open(seq, GENERATION, peers)
-    while parts.running:
-        seq = draw.choice(sorted(wholes))
+    joined = JoinedTickets(ends.append, plane.close) if incoming else JoinedLeases(ends.append, plane.close)
+    for seq, parts in parts_of.items():
+        plane.running |= dict.fromkeys(parts, False)
+        joined.open(seq, GENERATION, parts)
+    expected: dict[int, End] = {}  # of wholes that failed, by seq: the first failure
+    while plane.running:
+        seq = draw.choice(sorted(parts_of))
         if draw.random() < close_share:
             joined.close(seq)
-            if any(running == seq for _, running in parts.running):
-                expected.setdefault(seq, parts.make_end(seq, ""))
-        peer, event = parts.end_one(good_share)
-        bad = isinstance(event, IncomingClosed) or (isinstance(event, OutgoingClosed) and event.reason != "")
-        if bad:
-            expected.setdefault(event.seq, event)
-        joined.on_event(peer, event)  # type: ignore[arg-type]  # the kind that matches `joined`
-        over = not any(running == event.seq for _, running in parts.running)
-        assert len([end for end in ends if end.seq == event.seq]) == over
+            if plane.running.keys() & set(parts_of[seq]):
+                expected.setdefault(seq, plane.make_end(seq, ""))
+        event = plane.end_one(good_share)
+        seq = event.seq // 100 * 100
+        if not isinstance(event, Committed) and (incoming or event.reason):
+            expected.setdefault(seq, plane.make_end(seq, event.reason))
+        joined.on_event(event)  # type: ignore[arg-type]  # the kind that matches `joined`
+        over = not plane.running.keys() & set(parts_of[seq])
+        assert len([end for end in ends if end.seq == seq]) == over
     for end in ends:
-        whole = Committed(end.seq, GENERATION, len(wholes[end.seq]) * (10 + end.seq))
-        assert end == expected.get(end.seq, whole if incoming else OutgoingClosed(end.seq, ""))
+        whole = Committed(end.seq, GENERATION, sum(parts_of[end.seq])) if incoming else OutgoingClosed(end.seq, "")
+        assert end == expected.get(end.seq, whole)
     assert joined.num_open == 0
