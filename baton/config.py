@@ -35,6 +35,7 @@ class EngineConfig:
     chunk_tokens: int = 512  # largest prefill chunk of one sequence in one step
     prefix_cache: bool = True
     num_threads: int = 0  # torch intra-op threads; 0 = cores / workers on this host, at least 1
+    speculation: str = ""  # how tokens are guessed ahead; "" = not, all that the engine knows yet. Both ends must agree
     max_queued_seqs: int = 1_024  # submissions waiting in one worker; more are refused as Overloaded
 
     def kv_dtype(self, compute_dtype: str) -> str:
@@ -48,6 +49,7 @@ class KVTransferConfig:
     """The KV plane of one worker. Defaults: DESIGN section 5."""
 
     transport: str = "ucx"  # ucx | loopback (tests, one process)
+    mode: str = "auto"  # auto | staged | direct: whether peers may read blocks in place, and whether they must
     ucx_tls: str = "all"  # UCX_TLS, e.g. "tcp" or "posix,sysv,self"
     ucx_net_devices: str = "lo"
     ucx: Mapping[str, str] = field(default_factory=dict)  # more options of UCX, by name without UCX_

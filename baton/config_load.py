@@ -87,6 +87,7 @@ _LIMITS: Mapping[str, Limit] = {
     "engine.chunk_tokens": _COUNT,
     "engine.num_threads": Limit("0 = cores / workers on this host", 0, 1_024),
     "engine.max_queued_seqs": _COUNT,
+    "engine.speculation": Limit("the engine does not guess ahead yet", choices=("",)),
     "kv.transport": Limit("loopback is for tests in one process", choices=("ucx", "loopback")),
     "kv.frame_bytes": Limit("a frame holds its header and at least one block of one layer", 64 << 10, 1 << 30),
     "kv.num_slots": Limit("one is written while another is verified", 2, 1_024),

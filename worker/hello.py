@@ -1,13 +1,16 @@
-"""Whether two workers fit: the first field that differs, by name. Pure.
+"""Whether two workers fit: the first field that differs, by name, with its value on either side. Pure.
 
-Only what cannot be converted is compared. Today nothing is converted (`staged` frames of equal layouts), so every field of
-the layout counts.
+Only what cannot be converted is compared. `fits_dtype` is the one rule that is more than equality. Fields are judged in the
+order in which they explain most: the fingerprint, which covers all of a model, comes after what it is made of.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.errors import PeerRefused
 from baton.v1 import kv_pb2
+from kv_transfer.rdma import is_rdma
 
 _COMPARED = (
     "protocol_version",
@@ -20,29 +23,86 @@ _COMPARED = (
     "tp_rank",
     "tp_size",
 )
-_COMPARED_LAYOUT = ("num_layers", "num_components", "num_kv_heads", "head_dim", "block_size", "dtype")
+_COMPARED_LAYOUT = ("num_layers", "num_components", "num_kv_heads", "head_dim", "block_size")
 # Sanity of what a peer asks us to allocate: 64 slots of 64 MiB are far above any measured gain (8 x 4 MiB saturate shm).
 MAX_FRAME_BYTES = 64 << 20
 MAX_SLOTS = 64
 MIN_FRAME_BYTES = 4 << 10
+MAX_SHOWN = 32  # characters of a value in a message; hashes are longer, and their beginning tells them apart
 
 
-def check_hello(mine: kv_pb2.Hello, theirs: kv_pb2.Hello) -> PeerRefused | None:
-    """None when the pair fits; else an error whose `field` is the first that differs."""
-    pairs = [(name, str(getattr(mine, name)), str(getattr(theirs, name))) for name in _COMPARED]
-    pairs += [
-        (f"layout.{name}", str(getattr(mine.layout, name)), str(getattr(theirs.layout, name)))
-        for name in _COMPARED_LAYOUT
-    ]
-    for name, my_value, their_value in pairs:
-        if my_value != their_value:
-            return PeerRefused(f"{name} differs: mine {my_value}, yours {their_value}", field=name)
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why two workers do not fit, as one of them sees it."""
+
+    field: str
+    mine: str
+    yours: str
+    advice: str = ""  # what to do, where that is not plain from the field
+
+    @property
+    def error(self) -> PeerRefused:
+        advice = f"; {self.advice}" if self.advice else ""
+        values = f"mine {_shown(self.mine)}, yours {_shown(self.yours)}"
+        return PeerRefused(f"{self.field} does not fit: {values}{advice}", field=self.field)
+
+    def to_pb(self) -> kv_pb2.HelloRefused:
+        return kv_pb2.HelloRefused(field=self.field, mine=self.mine, yours=self.yours)
+
+
+def refusal_by_peer(message: kv_pb2.HelloRefused) -> Refusal:
+    """A peer's refusal as we see it: what it calls mine is ours to call yours."""
+    return Refusal(message.field, mine=message.yours, yours=message.mine)
+
+
+def check_hello(mine: kv_pb2.Hello, theirs: kv_pb2.Hello) -> Refusal | None:
+    """None when the pair fits."""
+    for name in _COMPARED:
+        if getattr(mine, name) != getattr(theirs, name):
+            return Refusal(name, str(getattr(mine, name)), str(getattr(theirs, name)))
+    for name in _COMPARED_LAYOUT:
+        if getattr(mine.layout, name) != getattr(theirs.layout, name):
+            return Refusal(f"layout.{name}", str(getattr(mine.layout, name)), str(getattr(theirs.layout, name)))
+    if not fits_dtype(mine.layout.dtype, theirs.layout.dtype):
+        return Refusal("layout.dtype", mine.layout.dtype, theirs.layout.dtype)
+    if mine.fingerprint != theirs.fingerprint:
+        return Refusal("fingerprint", mine.fingerprint, theirs.fingerprint)
+    return _check_sanity(theirs)
+
+
+def fits_dtype(mine: str, theirs: str) -> bool:
+    """Whether KV of one dtype can be turned into the other's on the way."""
+    return mine == theirs
+
+
+def _check_sanity(theirs: kv_pb2.Hello) -> Refusal | None:
+    """What a peer asks for must be within limits, and what it says of itself must be there."""
     if not MIN_FRAME_BYTES <= theirs.frame_bytes <= MAX_FRAME_BYTES:
-        return PeerRefused(
-            f"frame_bytes is {theirs.frame_bytes}; the limits are {MIN_FRAME_BYTES} and {MAX_FRAME_BYTES}",
-            field="frame_bytes",
-        )
+        return Refusal("frame_bytes", f"{MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}", str(theirs.frame_bytes))
     if not 1 <= theirs.num_slots <= MAX_SLOTS:
-        return PeerRefused(f"num_slots is {theirs.num_slots}; the limits are 1 and {MAX_SLOTS}", field="num_slots")
+        return Refusal("num_slots", f"1 to {MAX_SLOTS}", str(theirs.num_slots))
     missing = next((name for name in ("worker_id", "epoch", "ucx_address") if not getattr(theirs, name)), None)
-    return PeerRefused(f"{missing} must be set", field=missing) if missing else None
+    return Refusal(missing, "set", "not set") if missing else None
+
+
+def check_transport(mine: kv_pb2.Hello, theirs_require_rdma: bool, transport: str) -> Refusal | None:
+    """None when the live transport is what both ends want; RDMA is required where one end requires it."""
+    if not (mine.require_rdma or theirs_require_rdma) or is_rdma(transport):
+        return None
+    return Refusal(
+        "require_rdma",
+        mine=_requirement(mine.require_rdma),
+        yours=_requirement(theirs_require_rdma),
+        advice=(
+            f"the pair's live transport is {transport or 'unknown'}; bring RDMA up on both hosts (a UCX with verbs,"
+            " kv.ucx_tls and kv.ucx_net_devices that leave it in), or unset kv.require_rdma"
+        ),
+    )
+
+
+def _requirement(required: bool) -> str:
+    return "required" if required else "not required"
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}..."

@@ -26,7 +26,7 @@ import grpc
 from baton.errors import BatonError, Internal, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
-from worker.hello import check_hello
+from worker.hello import Refusal, check_hello, check_transport, refusal_by_peer
 from worker.link_outbox import MAX_OUTBOX_BYTES, LinkOutbox
 
 log = get_log("worker.links")
@@ -73,6 +73,8 @@ class PeerLink:
     transport: str = ""
     reason: str = ""
     error: BatonError | None = None
+    refusal: Refusal | None = None
+    peer_requires_rdma: bool = False
     path_ready: bool = False
     peer_ready: bool = False
     last_heard_s: float = field(default_factory=time.monotonic)
@@ -80,6 +82,19 @@ class PeerLink:
 
     def send(self, **message: object) -> None:
         self.outbox.put(kv_pb2.LinkMessage(**message))  # type: ignore[arg-type]
+
+    def refuse(self, refusal: Refusal) -> PeerRefused:
+        """Note why the two do not fit; the stream ends with the error returned."""
+        self.refusal, self.error = refusal, refusal.error
+        return refusal.error
+
+    def status(self) -> worker_pb2.LinkStatus:
+        status = worker_pb2.LinkStatus(
+            peer=self.peer, state=str(self.state), transport=self.transport, reason=self.reason
+        )
+        if self.refusal is not None:
+            status.field, status.mine, status.yours = self.refusal.field, self.refusal.mine, self.refusal.yours
+        return status
 
     def note_failure(self, failure: Exception) -> None:
         """Keep why the stream ended, unless a reason is known already."""
@@ -229,7 +244,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         refusal = check_hello(self._hello, hello)
         if refusal is not None:
             log.warning("peer_refused", peer=hello.worker_id, field=refusal.field)
-            yield kv_pb2.LinkMessage(hello_refused=_refused(refusal))
+            yield kv_pb2.LinkMessage(hello_refused=refusal.to_pb())
             return
         peer = worker_pb2.Peer(worker_id=hello.worker_id, epoch=hello.epoch)
         key = f"<{hello.worker_id}/{hello.epoch:016x}"
@@ -301,20 +316,20 @@ class Links(kv_pb2_grpc.KvLinkServicer):
     def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
         """Handle one message; False ends the stream."""
         kind = message.WhichOneof("message")
-        if link.state is State.LOST:
+        if link.state in (State.LOST, State.REFUSED):
             return False
         if kind == "hello" and link.opener and link.state is State.CONNECTING:
             refusal = check_hello(self._hello, message.hello)
-            if refusal is None and message.hello.epoch != link.peer.epoch:
-                refusal = PeerRefused("epoch differs: the peer has restarted", field="epoch")
             if refusal is not None:
-                return self._refuse(link, refusal)
+                link.refuse(refusal)
+                return False
+            if message.hello.epoch != link.peer.epoch:
+                link.error = WorkerLost(f"{link.peer.worker_id} has restarted: its epoch differs")
+                return False
             self._connect(link, message.hello)
         elif kind == "hello_refused":
-            theirs = message.hello_refused
-            return self._refuse(
-                link, PeerRefused(f"refused by {link.peer.worker_id}: {theirs.mine}", field=theirs.field)
-            )
+            link.refuse(refusal_by_peer(message.hello_refused))
+            return False
         elif kind == "ready":
             link.peer_ready = True
             self._check_ready(link)
@@ -326,6 +341,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         return True
 
     def _connect(self, link: PeerLink, theirs: kv_pb2.Hello) -> None:
+        link.peer_requires_rdma = theirs.require_rdma
         self._path.connect(
             link.key,
             theirs.epoch,
@@ -342,6 +358,11 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         if link is not None and link.nonce == nonce and link.state is State.CONNECTING:
             link.path_ready = True
             link.transport = transport
+            refusal = check_transport(self._hello, link.peer_requires_rdma, transport)
+            if refusal is not None:
+                link.send(hello_refused=refusal.to_pb())
+                self._lose(link, link.refuse(refusal))
+                return
             link.send(ready=kv_pb2.LinkReady(transport=transport))
             self._check_ready(link)
 
@@ -358,15 +379,11 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     # --- ends ---
 
-    def _refuse(self, link: PeerLink, error: PeerRefused) -> bool:
-        link.error = error
-        return False
-
     def _lose(self, link: PeerLink, error: BatonError) -> None:
         """Close the data path, tell the roles; idempotent. The opener's link stays, to say why it is lost."""
         if link.state in (State.LOST, State.REFUSED):
             return
-        link.state = State.REFUSED if isinstance(error, PeerRefused) and error.field != "epoch" else State.LOST
+        link.state = State.REFUSED if isinstance(error, PeerRefused) else State.LOST
         link.error = error
         link.reason = error.message
         link.outbox.end()
@@ -396,12 +413,4 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         return sum(link.outbox.num_bytes for link in self._links.values())
 
     def statuses(self) -> list[worker_pb2.LinkStatus]:
-        return [
-            worker_pb2.LinkStatus(peer=link.peer, state=str(link.state), transport=link.transport, reason=link.reason)
-            for link in self._links.values()
-            if link.opener
-        ]
-
-
-def _refused(refusal: PeerRefused) -> kv_pb2.HelloRefused:
-    return kv_pb2.HelloRefused(field=refusal.field, mine=refusal.message)
+        return [link.status() for link in self._links.values() if link.opener]

@@ -259,6 +259,8 @@ class WorkerServer:
             tokenizer_hash=spec.tokenizer_hash,
             rope=spec.rope,
             quantization=spec.quantization,
+            speculation=self._config.engine.speculation,
+            fingerprint=spec.fingerprint,
             layout=layout,
             tp_rank=0,
             tp_size=1,

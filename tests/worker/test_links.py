@@ -16,7 +16,7 @@ from baton.errors import BatonError, PeerRefused, Unavailable, WorkerLost
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from baton.wire import PROTOCOL_VERSION
 from tests.worker.scripted_worker import until
-from worker.hello import check_hello
+from worker.hello import Refusal, check_hello, check_transport, refusal_by_peer
 from worker.links import Links, PeerLink, State
 
 ROUTER, OTHER_ROUTER = 1, 2  # router epochs
@@ -165,7 +165,10 @@ async def test_a_refused_peer_is_not_asked_again_while_its_epoch_stays_and_then_
                 p.links.open(d.peer, ROUTER)
         await until(lambda: not p.links._openers)
         assert len(p.listener.lost) == 1
-        assert [status.state for status in p.links.statuses()] == ["refused"]
+        (status,) = p.links.statuses()
+        assert (status.state, status.field) == ("refused", "rope")
+        assert (status.mine, status.yours) == ("r", "other")
+        assert status.reason == "rope does not fit: mine r, yours other"
         restarted = worker_pb2.Peer(worker_id="d", epoch=d.epoch + 1, address=d.peer.address)
         p.links.want(ROUTER, [restarted])
         assert p.links.statuses() == []
@@ -197,6 +200,21 @@ async def test_a_data_path_that_never_comes_up_loses_the_link_with_its_reason() 
         await until(lambda: p.listener.ready == [key])
 
 
+@pytest.mark.parametrize("who", ["p", "d"])
+async def test_a_pair_without_the_rdma_that_one_end_requires_is_refused_by_both_and_not_tried_again(who: str) -> None:
+    async with two_ends() as (p, d):
+        (p if who == "p" else d).links._hello.require_rdma = True
+        p.links.want(ROUTER, [d.peer])
+        await until(lambda: bool(p.listener.lost and d.listener.lost))
+        await until(lambda: not p.links._openers)
+        (status,) = p.links.statuses()
+        assert (status.state, status.field, status.transport) == ("refused", "require_rdma", "loopback")
+        assert (status.mine == "required", status.yours == "required") == (who == "p", who == "d")
+        assert p.listener.ready == d.listener.ready == []
+        for end in (p, d):
+            assert isinstance(end.listener.lost[0][1], PeerRefused)
+
+
 async def test_a_hello_that_comes_after_the_link_was_lost_opens_no_data_path() -> None:
     async with two_ends() as (p, d):
         link = PeerLink(p.links.key_of(d.peer), d.peer, opener=True, nonce=5, state=State.LOST)
@@ -216,6 +234,7 @@ FIELDS: dict[str, object] = {
     "rope": "x",
     "quantization": "x",
     "speculation": "x",
+    "fingerprint": "x",
     "tp_rank": 1,
     "tp_size": 2,
     "layout.num_layers": 3,
@@ -241,10 +260,40 @@ def test_every_field_that_does_not_fit_is_refused_by_its_name(name: str) -> None
     refusal = check_hello(mine, theirs)
     assert refusal is not None
     assert refusal.field == name
-    assert name in refusal.message
+    assert refusal.error.field == name
+    assert name in refusal.error.message
+    assert refusal.mine != refusal.yours
+
+
+def test_a_peer_s_refusal_is_told_from_our_side() -> None:
+    refusal = check_hello(hello_of("d", 20, rope="d's"), hello_of("p", 10, rope="p's"))
+    assert refusal is not None
+    heard = refusal_by_peer(refusal.to_pb())
+    assert (heard.field, heard.mine, heard.yours) == ("rope", "p's", "d's")
+
+
+def test_values_in_a_refusal_are_cut_where_they_are_long_and_whole_beside_it() -> None:
+    refusal = Refusal("weights_hash", "a" * 64, "b" * 64)
+    assert refusal.error.message == f"weights_hash does not fit: mine {'a' * 32}..., yours {'b' * 32}..."
+    assert refusal.to_pb().mine == "a" * 64
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(True, False), (False, True), (True, True)])
+def test_a_pair_whose_live_transport_is_not_rdma_is_refused_where_one_end_requires_it(mine: bool, theirs: bool) -> None:
+    hello = hello_of("p", 10, require_rdma=mine)
+    for transport in ("tcp/lo", "posix/memory", "rc_mlx5/mlx5_0:1+tcp/lo"):
+        refusal = check_transport(hello, theirs, transport)
+        assert refusal is not None
+        assert refusal.field == "require_rdma"
+        assert f"live transport is {transport}; bring RDMA up" in refusal.error.message
+    assert check_transport(hello, theirs, "rc_mlx5/mlx5_0:1") is None
+
+
+def test_any_live_transport_will_do_where_nobody_requires_rdma() -> None:
+    assert check_transport(hello_of("p", 10), False, "tcp/lo") is None
 
 
 def test_no_field_of_a_hello_goes_unchecked() -> None:
-    free = {"pair_nonce", "require_rdma", "layout"}  # drawn per pair; judged where the transport starts; by its fields
+    free = {"pair_nonce", "require_rdma", "layout"}  # drawn per pair; judged with the live transport; by its fields
     names = {field.name for field in kv_pb2.Hello.DESCRIPTOR.fields} - free
     assert names | {f"layout.{field.name}" for field in kv_pb2.KvLayout.DESCRIPTOR.fields} == set(FIELDS)
