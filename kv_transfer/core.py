@@ -133,9 +133,10 @@ class PlaneCore:
             self._outgoing[seq].sender.resend(seq, frames, self._now_s)
             self._busy = True
 
-    def close_outgoing(self, seq: int) -> None:
+    def close_outgoing(self, seq: int, reason: str = "") -> None:
+        """End a transfer; `reason` (kv_transfer/failure.py) is given where it has failed."""
         if seq in self._outgoing:
-            self._outgoing[seq].sender.close(seq, "", self._now_s)
+            self._outgoing[seq].sender.close(seq, reason, self._now_s)
 
     # Incoming transfers
 
@@ -215,6 +216,7 @@ class PlaneCore:
             num_outgoing=len(self._outgoing),
             num_incoming=len(self._incoming),
             slots_in_use=sum(pair.sender.slots_in_use for pair in pairs),
+            num_slots=sum(pair.channel.num_slots for pair in pairs),
             quarantined_slots=sum(channel.num_quarantined for channel in self._closing),
             bytes_sent=totals.bytes_sent,
             bytes_received=totals.bytes_received,

@@ -85,7 +85,8 @@ class KVLoad:
 
     num_outgoing: int
     num_incoming: int
-    slots_in_use: int
+    slots_in_use: int  # of num_slots: sent, and not answered by a credit yet
+    num_slots: int  # of all pairs
     quarantined_slots: int
     bytes_sent: int
     bytes_received: int

@@ -51,6 +51,7 @@ class PairStatus:
     num_received: int  # transfers committed
     send_s: float  # open -> close, summed over num_sent
     receive_s: float  # open -> Committed, summed over num_received
+    sending_s: float  # while at least one frame of ours had no credit yet
 
 
 class Pair:
@@ -82,6 +83,8 @@ class Pair:
         self._probe_slot: int | None = None  # the lane our probe went out on
         self._probe_accepted = False
         self._arrivals: deque[int] = deque()  # ring slots not judged yet
+        self._sending_s = 0.0
+        self._polled_s = now_s
         for slot in range(channel.num_slots):
             channel.post_frame(slot)
             channel.post_credit(slot)
@@ -92,6 +95,9 @@ class Pair:
 
         One of each, so that the transport progresses between two copies and no pair starves another.
         """
+        if self.sender.slots_in_use:
+            self._sending_s += now_s - self._polled_s
+        self._polled_s = now_s
         events = self.channel.poll()
         for event in events:
             match event:
@@ -140,6 +146,7 @@ class Pair:
         return PairStatus(
             self.peer, self.pair_nonce, self.state, self.transport, sender.bytes_sent, receiver.bytes_received,
             sender.num_closed, receiver.num_committed, sender.total_transfer_s, receiver.total_transfer_s,
+            self._sending_s,
         )  # fmt: skip
 
     def _on_credit(self, credit: Credit, now_s: float) -> None:

@@ -124,8 +124,8 @@ class KVPlane:
     def resend(self, seq: int, frames: Sequence[int]) -> None:
         self._post(partial(self._core.resend, seq, tuple(frames)))
 
-    def close_outgoing(self, seq: int) -> None:
-        self._post(partial(self._core.close_outgoing, seq))
+    def close_outgoing(self, seq: int, reason: str = "") -> None:
+        self._post(partial(self._core.close_outgoing, seq, reason))
 
     def open_incoming(
         self, peer: str, seq: int, generation: int, block_ids: Sequence[int], num_leading_blocks: int, ttl_s: float
