@@ -19,7 +19,7 @@ from baton.log import get_log
 from baton.request import Role
 from baton.v1 import control_pb2, worker_pb2
 from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
-from router.session import Liveness, SessionIdentity, WorkerSession
+from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 
 log = get_log("router.fleet")
 
@@ -58,7 +58,7 @@ class Endpoint:
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
         self._role = role  # the last one known
         self._holds: dict[int, Hold] = {}  # by id()
-        self._peers_sent: tuple[int, list[worker_pb2.Peer]] = (0, [])
+        self._peers_sent: tuple[WorkerView | None, list[worker_pb2.Peer]] = (None, [])  # in which Session, and whom
 
     @property
     def worker_id(self) -> str:
@@ -120,9 +120,10 @@ class Endpoint:
         self._role = self.role
 
     def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
-        """Tell the worker whom it may hand over to, once per Session and change."""
-        if self._peers_sent != (self.session.epoch, peers):
-            self._peers_sent = (self.session.epoch, peers)
+        """Tell the worker whom it may hand over to, once per Session (with which it forgets them) and change."""
+        view, sent = self._peers_sent
+        if view is not self.session.view or sent != peers:
+            self._peers_sent = (self.session.view, peers)
             self.session.set_peers(peers)
 
 

@@ -130,6 +130,15 @@ async def test_a_call_waits_for_a_restarted_worker_and_is_served_by_it(rig: Rig)
     assert rig.prefill.told_peers[0].epoch == reborn.epoch
 
 
+async def test_a_worker_that_was_silent_for_a_while_is_told_its_peers_again(rig: Rig) -> None:
+    rig.prefill.script.silent = True
+    await until(lambda: bool(rig.front_end.fleet.unready_reason()), "the silence is noticed")
+    rig.prefill.told_peers = []  # a worker forgets them with the Session that named them
+    rig.prefill.script.silent = False
+    await until(lambda: not rig.front_end.fleet.unready_reason(), "the pair is linked again")
+    assert [peer.worker_id for peer in rig.prefill.told_peers] == ["d0"]
+
+
 async def test_a_lost_session_leaves_no_task_behind(rig: Rig) -> None:
     def readers() -> int:
         names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
