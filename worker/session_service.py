@@ -81,12 +81,21 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
         try:
             async for event in session.events():
                 write = asyncio.ensure_future(context.write(event))
-                await asyncio.wait((write, closed), return_when=asyncio.FIRST_COMPLETED)
-                if not write.done():  # the peer does not read, and the session was given up
-                    write.cancel()
+                write.add_done_callback(_take_failure)
+                try:
+                    await asyncio.wait((write, closed), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    was_written = not write.cancel()
+                if not was_written:  # the peer does not read, and the session was given up
                     return
                 write.result()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
             return
         finally:
             closed.cancel()
+
+
+def _take_failure(write: asyncio.Future[None]) -> None:
+    """A stream that breaks in the middle of a write ends by its reader; asyncio should not report the write on top."""
+    if not write.cancelled():
+        write.exception()

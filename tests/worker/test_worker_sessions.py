@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 
@@ -13,6 +14,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, request_to_pb
 from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config
 from tests.worker.session_client import SessionClient, request
+from worker.session_service import SessionService
 from worker.sessions import RouterSession, Sessions
 
 EPOCH, OTHER = 0xABC, 0xDEF
@@ -113,6 +115,48 @@ async def test_a_router_that_does_not_read_loses_its_session_and_its_sequences_a
             await watcher.until(lambda: idle(watcher))
             with pytest.raises(grpc.aio.AioRpcError, match="outbox"):
                 await read_all(call)
+
+
+class BreakingContext:
+    """A stream whose first write is under way when its connection breaks, and fails then."""
+
+    def __init__(self) -> None:
+        self.writing = asyncio.Event()
+        self.broken = asyncio.Event()
+
+    async def write(self, event: worker_pb2.SessionEvent) -> None:
+        self.writing.set()
+        await self.broken.wait()
+        raise grpc.aio.InternalError("the write failed with its connection")
+
+
+class NothingButSessions:
+    """A host that says one thing to each router that comes."""
+
+    def __init__(self) -> None:
+        self.sessions = Sessions(max_bytes=1_000, max_age_s=60.0, on_lost=lambda _: None)
+
+    def open_session(self, router_id: str, router_epoch: int) -> RouterSession:
+        session = self.sessions.open(router_id, router_epoch)
+        session.send(worker_pb2.SessionEvent(load=worker_pb2.Load()))
+        return session
+
+
+async def test_a_connection_that_breaks_while_a_router_is_written_to_is_not_reported_as_a_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context, host = BreakingContext(), NothingButSessions()
+
+    async def opens_and_breaks() -> AsyncIterator[worker_pb2.SessionRequest]:
+        yield worker_pb2.SessionRequest(open=opening(EPOCH))
+        await context.writing.wait()
+
+    await SessionService(host).Session(opens_and_breaks(), context)  # type: ignore[arg-type]
+    context.broken.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()  # an exception that nobody took is reported when its task is collected
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_time_in_which_the_loop_stood_still_is_not_held_against_routers() -> None:
