@@ -27,6 +27,7 @@ from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import error_from_pb, error_to_pb, request_to_pb
 from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
+from kv_transfer.failure import FailureReason
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
 from worker.role import Ports
 from worker.tombstones import Tombstones
@@ -255,7 +256,8 @@ class PrefillRole:
             first_token=prefill.first.token,
         )
         if not self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(commit=commit)):
-            self._fail(prefill, TransferFailed("the link to the decode worker went away before Commit"))
+            error = TransferFailed("the link to the decode worker went away before Commit")
+            self._fail(prefill, error, FailureReason.PEER_LOST)
 
     # --- the KV plane ---
 
@@ -303,7 +305,7 @@ class PrefillRole:
             if prefill is not None:
                 prefill.ticket = None
                 prefill.reserve_sent_s = None
-                self._fail(prefill, error_from_pb(message.ticket_lost.error))
+                self._fail(prefill, error_from_pb(message.ticket_lost.error), FailureReason.STALE_TICKET)
             return True
         return False
 
@@ -329,9 +331,10 @@ class PrefillRole:
             return
         prefill.num_resends += 1
         if nack.HasField("error"):
-            self._fail(prefill, error_from_pb(nack.error))
+            self._fail(prefill, error_from_pb(nack.error), FailureReason.DAMAGED)
         elif prefill.num_resends > self._max_resends:
-            self._fail(prefill, TransferFailed(f"frames were damaged or lost more than {self._max_resends} times"))
+            error = TransferFailed(f"frames were damaged or lost more than {self._max_resends} times")
+            self._fail(prefill, error, FailureReason.DAMAGED)
         else:
             self._ports.kv.resend(nack.seq, tuple(nack.missing_frames))
 
@@ -345,7 +348,7 @@ class PrefillRole:
             if prefill.peer == peer and prefill.needs_decode:
                 prefill.ticket = None
                 prefill.reserve_sent_s = None
-                self._fail(prefill, error)
+                self._fail(prefill, error, FailureReason.PEER_LOST)
         self._start_queued()
 
     def live_tickets(self, peer: str) -> list[int]:
@@ -364,20 +367,21 @@ class PrefillRole:
             if prefill.state is State.CLOSING:
                 continue
             if now_s > prefill.deadline_s:
-                self._fail(prefill, DeadlineExceeded("the call's deadline passed during prefill"))
+                error = DeadlineExceeded("the call's deadline passed during prefill")
+                self._fail(prefill, error, FailureReason.DEADLINE)
             elif prefill.prefill_ended_s and now_s - prefill.prefill_ended_s > self._transfer_timeout_s:
-                self._fail(
-                    prefill, TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
-                )
+                late = TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
+                self._fail(prefill, late, FailureReason.NO_ACK)
         self._start_queued()
 
     # --- 6 ---
 
-    def _fail(self, prefill: Prefill, error: BatonError) -> None:
+    def _fail(self, prefill: Prefill, error: BatonError, reason: FailureReason = FailureReason.OTHER) -> None:
+        """`reason` is what a transfer under way failed by."""
         if isinstance(error, Cancelled):  # the router's Cancel reached decode before us
             self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
         else:
-            self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error)
+            self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error, reason=reason)
 
     def _end(
         self,
@@ -385,6 +389,7 @@ class PrefillRole:
         outcome: worker_pb2.Outcome.ValueType,
         finish: FinishReason = FinishReason.NONE,
         error: BatonError | None = None,
+        reason: FailureReason = FailureReason.OTHER,
     ) -> None:
         """Tell the router once, give the ticket back unless decode has adopted it, let go of the blocks."""
         if prefill.state is State.CLOSING:
@@ -398,11 +403,11 @@ class PrefillRole:
             self._dequeue(prefill)
         if outcome != worker_pb2.OUTCOME_HANDED_OFF and prefill.reserve_sent_s is not None:
             generation = prefill.ticket.generation if prefill.ticket is not None else 0
-            reason = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
-            self._cancel_ticket(prefill.peer, seq, generation, reason)
+            cause = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
+            self._cancel_ticket(prefill.peer, seq, generation, cause)
         prefill.state = State.CLOSING
         if prefill.in_plane:
-            self._ports.kv.close_outgoing(seq)
+            self._ports.kv.close_outgoing(seq, "" if error is None else reason)
         else:
             self._forget(prefill)
 

@@ -25,8 +25,11 @@ from baton.request import Request, Role
 from baton.v1 import control_pb2, kv_pb2, worker_pb2
 from baton.wire import PROTOCOL_VERSION, request_from_pb
 from engine.ports import Engine, EngineLoad, StepResult
-from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady
+from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady, TransportSettings
+from kv_transfer.failure import FailureReason
+from kv_transfer.pair import PairStatus
 from worker.engine_thread import Command, EngineThread
+from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
 from worker.role import KVPort, Ports
 from worker.role import Role as RoleProtocol
@@ -45,7 +48,11 @@ class Plane(KVPort, DataPath, Protocol):
     @property
     def address(self) -> bytes: ...
 
+    @property
+    def settings(self) -> TransportSettings: ...
+
     def load(self) -> KVLoad: ...
+    def peers(self) -> dict[str, PairStatus]: ...
 
 
 class EngineCommands:
@@ -106,6 +113,7 @@ class WorkerHost:
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
         self.engine = EngineCommands(self._thread.post)
         self.kv: KVPort = plane
+        self._kv_failures = TransferFailures()
         self.sessions = Sessions(max_bytes=config.outbox_bytes, max_age_s=config.outbox_s, on_lost=self._on_router_lost)
         self.links = Links(
             hello,
@@ -196,6 +204,8 @@ class WorkerHost:
                 self._on_cancel(request.cancel.seq)
         elif kind == "heartbeat":
             reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self.load())
+            if request.heartbeat.want_kv:
+                reply.kv.CopyFrom(kv_status(self._plane.settings, self.links.openers(), self._plane.peers()))
             session.send(worker_pb2.SessionEvent(heartbeat=reply))
         elif kind == "set_role":
             self._set_role(request.set_role.role)
@@ -282,6 +292,7 @@ class WorkerHost:
 
     def on_kv(self, event: KVEvent) -> None:
         with self._fatal_if_it_raises():
+            self._kv_failures.note(event)
             if isinstance(event, PairReady):
                 self.links.on_pair_ready(event.peer, event.pair_nonce, event.transport)
             elif isinstance(event, PairLost):
@@ -322,10 +333,15 @@ class WorkerHost:
 
     # --- gauges ---
 
+    def _transfer_failures(self) -> dict[str, int]:
+        refused = sum(role.num_refused_commits for role in self._roles)
+        return self._kv_failures.totals() | ({FailureReason.REFUSED_COMMIT: refused} if refused else {})
+
     def load(self) -> worker_pb2.Load:
         engine = self._engine_load
         kv = self._plane.load()
         queued_tokens = [tokens for role in self._roles for tokens in role.queued_tokens()]
+        failures = self._transfer_failures()
         return worker_pb2.Load(
             role=worker_pb2.Role.ValueType(self.role),
             draining=self.draining or self._next_role is not None,
@@ -345,9 +361,11 @@ class WorkerHost:
             num_tickets=kv.num_incoming,
             num_leases=kv.num_outgoing,
             slots_in_use=kv.slots_in_use,
+            num_slots=kv.num_slots,
             kv_bytes_sent=kv.bytes_sent,
             kv_bytes_received=kv.bytes_received,
-            kv_transfers_failed=kv.transfers_failed + sum(role.num_refused_commits for role in self._roles),
+            kv_transfers_failed=sum(failures.values()),
+            kv_failures=failures,
             kv_frames_dropped=kv.frames_dropped,
             num_admitted=engine.num_admitted,
             kv_transfers_expired=kv.transfers_expired,

@@ -412,5 +412,9 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         """What peers have not read yet."""
         return sum(link.outbox.num_bytes for link in self._links.values())
 
+    def openers(self) -> list[PeerLink]:
+        """The links on which this worker sends KV; each pair is shown once, by its sender."""
+        return [link for link in self._links.values() if link.opener]
+
     def statuses(self) -> list[worker_pb2.LinkStatus]:
-        return [link.status() for link in self._links.values() if link.opener]
+        return [link.status() for link in self.openers()]

@@ -192,8 +192,8 @@ class RigKVCommands:
     def resend(self, seq: int, frames: Sequence[int]) -> None:
         self.inbox.append(partial(self._core.resend, seq, tuple(frames)))
 
-    def close_outgoing(self, seq: int) -> None:
-        self.inbox.append(partial(self._core.close_outgoing, seq))
+    def close_outgoing(self, seq: int, reason: str = "") -> None:
+        self.inbox.append(partial(self._core.close_outgoing, seq, reason))
 
     def open_incoming(
         self, peer: str, seq: int, generation: int, block_ids: Sequence[int], num_leading_blocks: int, ttl_s: float
