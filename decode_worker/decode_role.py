@@ -8,7 +8,8 @@
 A ticket is adopted at most once. It is given up on cancel, on a lost link, router or deadline, and when no link ping has
 renewed it for a lease. The prefill worker is told (TicketLost) unless it asked; the router hears of 3 only from here and
 of 1 and 2 from the prefill worker. Blocks are dropped once, after the KV plane has said that it writes them no more.
-A cancel that overtakes its Reserve leaves a tombstone for one lease. Runs on the worker's event loop; never blocks.
+A cancel that overtakes its Reserve leaves a tombstone for one lease. What it caches is lent to whoever asks over a link
+(worker/block_lender.py). Runs on the worker's event loop; never blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import error_to_pb, request_from_pb
 from engine.ports import Reservation, SequenceEnded, SequenceStats, StepResult
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
-from worker.role import Ports
+from worker.block_lender import BlockLender
+from worker.role import Ports, PullSource
 from worker.tombstones import Tombstones
 
 
@@ -60,8 +62,9 @@ class Decode:
 class DecodeRole:
     """Implements worker.role.Role."""
 
-    def __init__(self, ports: Ports, *, lease_s: float, max_queued: int) -> None:
+    def __init__(self, ports: Ports, *, lease_s: float, transfer_timeout_s: float, max_queued: int) -> None:
         self._ports = ports
+        self._lender = BlockLender(ports, timeout_s=transfer_timeout_s, lease_s=lease_s)
         self._lease_s = lease_s
         self._max_queued = max_queued
         self._open: dict[int, Decode] = {}
@@ -72,8 +75,8 @@ class DecodeRole:
 
     # --- the router ---
 
-    def on_submit(self, request: Request, decode_peer: str, deadline_s: float) -> None:
-        """Prefill and decode here."""
+    def on_submit(self, request: Request, decode_peer: str, deadline_s: float, pull: PullSource | None = None) -> None:
+        """Prefill and decode here, where whatever helps is cached already: nothing is pulled."""
         refusal = self._refusal(request.seq)
         if refusal is not None:
             self._ports.sessions.refused(request.seq, refusal)
@@ -126,7 +129,7 @@ class DecodeRole:
                 if decode is not None and decode.peer == peer:
                     decode.renewed_s = now_s
         else:
-            return False
+            return self._lender.on_link(peer, message)
         return True
 
     def _on_reserve(self, peer: str, reserve: kv_pb2.Reserve) -> None:
@@ -187,7 +190,7 @@ class DecodeRole:
 
     def on_kv(self, event: KVEvent) -> bool:
         if not isinstance(event, Committed | Incomplete | IncomingClosed):
-            return False
+            return self._lender.on_kv(event)
         decode = self._open.get(event.seq)
         if decode is None:
             return False
@@ -225,6 +228,7 @@ class DecodeRole:
     # --- the engine ---
 
     def on_step(self, result: StepResult) -> None:
+        self._lender.on_step(result)
         for reservation in result.reserved:
             decode = self._open.get(reservation.seq)
             if decode is not None and decode.state is State.RESERVING:
@@ -254,6 +258,7 @@ class DecodeRole:
         for decode in list(self._open.values()):
             if decode.peer == peer and decode.state in (State.RESERVING, State.GRANTED):
                 self._close(decode)
+        self._lender.on_link_lost(peer)
 
     def live_tickets(self, peer: str) -> list[int]:
         return []
@@ -262,6 +267,7 @@ class DecodeRole:
         now_s = self._ports.now_s()
         self._cancelled.expire(now_s)
         self._ended.expire(now_s)
+        self._lender.on_tick()
         for decode in list(self._open.values()):
             if decode.state is State.CLOSING:
                 continue
@@ -341,9 +347,14 @@ class DecodeRole:
         return []  # reservations that wait are in the engine, which counts them
 
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open) + self._lender.num_open()
 
 
 def build(ports: Ports, config: WorkerConfig) -> DecodeRole:
     """What WorkerConfig.decode_role names."""
-    return DecodeRole(ports, lease_s=config.kv.lease_s, max_queued=config.engine.max_queued_seqs)
+    return DecodeRole(
+        ports,
+        lease_s=config.kv.lease_s,
+        transfer_timeout_s=config.kv.transfer_timeout_s,
+        max_queued=config.engine.max_queued_seqs,
+    )

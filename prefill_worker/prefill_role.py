@@ -2,13 +2,15 @@
 
     1 QUEUED      Submit came; waits its turn and for a ready link            -> 2; -> 3 where one token is all that is wanted
     2 RESERVING   Reserve sent; decode grants in FIFO order                   -> 3
-    3 PREFILLING  the engine computes chunks, each leaves when it is done     -> 4; -> 6 where the first token ends it
-    4 SHIPPING    the first token is out, the last frames leave               -> 5
-    5 COMMITTING  Commit sent; a Nack sends frames again                      -> 6 on Ack
-    6 CLOSING     the router has its Ended; the KV plane lets go of the blocks -> gone
+    3 PULLING     blocks that a decode worker caches come from there; passed
+                  where Submit names none (worker/block_puller.py)            -> 4, whatever comes of it
+    4 PREFILLING  the engine computes chunks, each leaves when it is done     -> 5; -> 7 where the first token ends it
+    5 SHIPPING    the first token is out, the last frames leave               -> 6
+    6 COMMITTING  Commit sent; a Nack sends frames again                      -> 7 on Ack
+    7 CLOSING     the router has its Ended; the KV plane lets go of the blocks -> gone
 
-Every state may go to 6 by cancel, deadline, lost link, lost router or an engine error; the router gets exactly one Ended.
-Blocks belong to the engine from 3 on and are dropped once, after the KV plane has said that it reads them no more.
+Every state may go to 7 by cancel, deadline, lost link, lost router or an engine error; the router gets exactly one Ended.
+Blocks belong to the engine from 4 on and are dropped once, after the KV plane has said that it reads them no more.
 Runs on the worker's event loop; never blocks.
 """
 
@@ -29,17 +31,23 @@ from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
-from worker.role import Ports
+from worker.block_puller import BlockPuller, Pulled
+from worker.role import Ports, PullSource
 from worker.tombstones import Tombstones
+
+# Of transfer_timeout_s, which bounds moving a whole prompt: a pull that takes longer than half of it is worth less than
+# computing at once, and the prompt's own handoff is still to come.
+PULL_TIMEOUT_SHARE = 0.5
 
 
 class State(enum.IntEnum):
     QUEUED = 1
     RESERVING = 2
-    PREFILLING = 3
-    SHIPPING = 4
-    COMMITTING = 5
-    CLOSING = 6
+    PULLING = 3
+    PREFILLING = 4
+    SHIPPING = 5
+    COMMITTING = 6
+    CLOSING = 7
 
 
 @dataclass(slots=True)
@@ -50,6 +58,7 @@ class Prefill:
     peer: str  # link key of the decode worker
     arrival_s: float
     deadline_s: float
+    pull: PullSource | None = None
     state: State = State.QUEUED
     reserve_sent_s: float | None = None
     reserve_wait_s: float = 0.0
@@ -62,6 +71,7 @@ class Prefill:
     prefill_ended_s: float = 0.0
     num_resends: int = 0
     nbytes: int = 0
+    pulled: Pulled = field(default_factory=Pulled)
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property
@@ -93,6 +103,9 @@ class PrefillRole:
         max_queued: int,
     ) -> None:
         self._ports = ports
+        self._puller = BlockPuller(
+            ports, timeout_s=PULL_TIMEOUT_SHARE * transfer_timeout_s, lease_s=lease_s, on_done=self._on_pulled
+        )
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._lease_s = lease_s
@@ -107,12 +120,12 @@ class PrefillRole:
 
     # --- the router ---
 
-    def on_submit(self, request: Request, decode_peer: str, deadline_s: float) -> None:
+    def on_submit(self, request: Request, decode_peer: str, deadline_s: float, pull: PullSource | None = None) -> None:
         refusal = self._refusal(request.seq)
         if refusal is not None:
             self._ports.sessions.refused(request.seq, refusal)
             return
-        prefill = Prefill(request, decode_peer, self._ports.now_s(), deadline_s)
+        prefill = Prefill(request, decode_peer, self._ports.now_s(), deadline_s, pull)
         self._open[request.seq] = prefill
         insort(self._queue, prefill.queued, key=_order)
         self._start_queued()
@@ -141,7 +154,7 @@ class PrefillRole:
                 self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
         self._start_queued()
 
-    # --- 1 -> 2 -> 3 ---
+    # --- 1 -> 2 -> 3 -> 4 ---
 
     def _start_queued(self) -> None:
         """Every handler that may have made room ends with this, once, however many prompts it ended."""
@@ -154,7 +167,7 @@ class PrefillRole:
                 reserve_sent_s=p.reserve_sent_s if p.state is State.RESERVING else None,
             )
             for p in self._open.values()
-            if p.state in (State.RESERVING, State.PREFILLING)
+            if State.RESERVING <= p.state <= State.PREFILLING
         ]
         now_s = self._ports.now_s()
         for seq in next_to_reserve(
@@ -168,8 +181,7 @@ class PrefillRole:
     def _start(self, prefill: Prefill, now_s: float) -> None:
         if not prefill.needs_decode:
             self._dequeue(prefill)
-            prefill.state = State.PREFILLING
-            self._ports.engine.add(prefill.request, prefill_only=True)
+            self._pull(prefill)
             return
         reserve = kv_pb2.Reserve(
             request=request_to_pb(prefill.request), ttl_ms=max(1, int(1_000 * (prefill.deadline_s - now_s)))
@@ -183,24 +195,42 @@ class PrefillRole:
         now_s = self._ports.now_s()
         prefill.ticket = ticket
         prefill.reserve_wait_s = now_s - (prefill.reserve_sent_s or now_s)
-        prefill.state = State.PREFILLING
-        prefill.in_plane = True
-        self._ports.kv.open_outgoing(
-            prefill.peer,
-            prefill.request.seq,
-            ticket.epoch,
-            ticket.generation,
-            ticket.num_leading_blocks,
-            ticket.num_blocks,
-            # The role watches deadline and transfer timeout; the plane's own lease is the backstop behind both.
-            max(0.0, prefill.deadline_s - now_s) + self._lease_s,
-        )
-        self._ports.engine.add(prefill.request, prefill_only=True)
+        self._pull(prefill)
         self._start_queued()
 
-    # --- 3 -> 4 -> 5 ---
+    def _pull(self, prefill: Prefill) -> None:
+        if prefill.pull is None:
+            self._compute(prefill)
+            return
+        prefill.state = State.PULLING
+        self._puller.start(prefill.request, prefill.pull, prefill.deadline_s)
+
+    def _on_pulled(self, seq: int, pulled: Pulled) -> None:
+        prefill = self._open[seq]
+        prefill.pulled = pulled
+        self._compute(prefill)
+
+    def _compute(self, prefill: Prefill) -> None:
+        prefill.state = State.PREFILLING
+        ticket = prefill.ticket
+        if ticket is not None:
+            prefill.in_plane = True
+            self._ports.kv.open_outgoing(
+                prefill.peer,
+                prefill.request.seq,
+                ticket.epoch,
+                ticket.generation,
+                ticket.num_leading_blocks,
+                ticket.num_blocks,
+                # The role watches deadline and transfer timeout; the plane's own lease is the backstop behind both.
+                max(0.0, prefill.deadline_s - self._ports.now_s()) + self._lease_s,
+            )
+        self._ports.engine.add(prefill.request, prefill_only=True)
+
+    # --- 4 -> 5 -> 6 ---
 
     def on_step(self, result: StepResult) -> None:
+        self._puller.on_step(result)
         for chunk in result.chunks:
             self._on_chunk(chunk)
         for prefilled in result.prefilled:
@@ -263,7 +293,7 @@ class PrefillRole:
 
     def on_kv(self, event: KVEvent) -> bool:
         if not isinstance(event, Shipped | OutgoingClosed):
-            return False
+            return self._puller.on_kv(event)
         prefill = self._open.get(event.seq)
         if prefill is None:
             return False
@@ -307,7 +337,7 @@ class PrefillRole:
                 prefill.reserve_sent_s = None
                 self._fail(prefill, error_from_pb(message.ticket_lost.error), FailureReason.STALE_TICKET)
             return True
-        return False
+        return self._puller.on_link(peer, message)
 
     def _on_link_grant(self, peer: str, ticket: kv_pb2.Ticket) -> bool:
         prefill = self._at(peer, ticket.seq)
@@ -349,6 +379,7 @@ class PrefillRole:
                 prefill.ticket = None
                 prefill.reserve_sent_s = None
                 self._fail(prefill, error, FailureReason.PEER_LOST)
+        self._puller.on_link_lost(peer)
         self._start_queued()
 
     def live_tickets(self, peer: str) -> list[int]:
@@ -363,6 +394,7 @@ class PrefillRole:
     def on_tick(self) -> None:
         now_s = self._ports.now_s()
         self._ended.expire(now_s)
+        self._puller.on_tick()
         for prefill in list(self._open.values()):
             if prefill.state is State.CLOSING:
                 continue
@@ -374,7 +406,7 @@ class PrefillRole:
                 self._fail(prefill, late, FailureReason.NO_ACK)
         self._start_queued()
 
-    # --- 6 ---
+    # --- 7 ---
 
     def _fail(self, prefill: Prefill, error: BatonError, reason: FailureReason = FailureReason.OTHER) -> None:
         """`reason` is what a transfer under way failed by."""
@@ -406,6 +438,7 @@ class PrefillRole:
             cause = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
             self._cancel_ticket(prefill.peer, seq, generation, cause)
         prefill.state = State.CLOSING
+        self._puller.cancel(seq)
         if prefill.in_plane:
             self._ports.kv.close_outgoing(seq, "" if error is None else reason)
         else:
@@ -431,6 +464,9 @@ class PrefillRole:
             exposed_transfer_ms=1_000 * (now_s - prefill.prefill_ended_s) if prefill.prefill_ended_s else 0.0,
             reserve_wait_ms=1_000 * prefill.reserve_wait_s,
             transport=self._ports.links.transport(prefill.peer) if shipped else "",
+            pulled_blocks=prefill.pulled.num_blocks,
+            pulled_bytes=prefill.pulled.nbytes,
+            pull_ms=1_000 * prefill.pulled.duration_s,
             kv_blocks=len(prefill.block_ids) - prefill.ticket.num_leading_blocks if shipped and prefill.ticket else 0,
         )
 
@@ -453,7 +489,7 @@ class PrefillRole:
         return [len(p.request.token_ids) for p in self._open.values() if p.state in waiting]
 
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open) + self._puller.num_open()
 
     def num_leases(self) -> int:
         """Sequences whose blocks are held for a transfer."""

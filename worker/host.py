@@ -31,7 +31,7 @@ from kv_transfer.pair import PairStatus
 from worker.engine_thread import Command, EngineThread
 from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
-from worker.role import KVPort, Ports
+from worker.role import KVPort, Ports, PullSource
 from worker.role import Role as RoleProtocol
 from worker.sessions import RouterSession, Sessions
 
@@ -72,6 +72,18 @@ class EngineCommands:
 
     def drop(self, seq: int) -> None:
         self._post(lambda engine, _: engine.drop(seq))
+
+    def pin(self, seq: int, hashes: Sequence[bytes]) -> None:
+        self._post(lambda engine, _: engine.pin(seq, hashes))
+
+    def unpin(self, seq: int) -> None:
+        self._post(lambda engine, _: engine.unpin(seq))
+
+    def make_room(self, request: Request, num_blocks: int) -> None:
+        self._post(lambda engine, _: engine.make_room(request, num_blocks))
+
+    def publish(self, seq: int, num_blocks: int) -> None:
+        self._post(lambda engine, _: engine.publish(seq, num_blocks))
 
 
 RoleBuilder = Callable[[Ports, WorkerConfig], RoleProtocol]
@@ -225,12 +237,23 @@ class WorkerHost:
             deadline_s = self.now_s() + submit.ttl_ms / 1_000
             if not submit.HasField("decode"):
                 self._decode.on_submit(request, "", deadline_s)
-            elif request.num_tokens_left == 1:  # the prefill's own token is all: no decode worker is needed
-                self._prefill.on_submit(request, "", deadline_s)
-            else:
-                self._prefill.on_submit(request, self.links.open(submit.decode, session.router_epoch), deadline_s)
+                return
+            decode_peer = ""
+            if request.num_tokens_left > 1:  # else the prefill's own token is all: no decode worker is needed
+                decode_peer = self.links.open(submit.decode, session.router_epoch)
+            self._prefill.on_submit(request, decode_peer, deadline_s, self._pull_source(submit, session.router_epoch))
         except BatonError as error:
             session.refused(seq, error)
+
+    def _pull_source(self, submit: worker_pb2.Submit, router_epoch: int) -> PullSource | None:
+        """Who caches more of the prompt. One that cannot be reached is no reason to refuse it: it is computed."""
+        if not submit.HasField("pull_from"):
+            return None
+        try:
+            return PullSource(self.links.open(submit.pull_from, router_epoch), submit.pull_blocks)
+        except BatonError as error:
+            log.info("pull_skipped", request_id=submit.request.request_id, code=error.code)
+            return None
 
     def _on_cancel(self, seq: int) -> None:
         for role in self._roles:

@@ -117,12 +117,15 @@ class RigRouter:
         decode: str = "decode-0",
         local: bool = False,
         num_sent: int = 0,
+        pull_from: str = "",
+        pull_blocks: int = 1_000,
         ttl_s: float = 60.0,
         sampling: SamplingParams | None = None,
         script: Sequence[int] = (),
         seq: int | None = None,
     ) -> Call:
-        """Start a call. `num_sent` output tokens are in the client's hands already (continuation)."""
+        """Start a call. `num_sent` output tokens are in the client's hands already (continuation); `pull_from` caches more
+        of the prompt than the prefill worker."""
         sampling = sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0)
         if seq is None:
             self._num_seqs += 1
@@ -147,6 +150,10 @@ class RigRouter:
         submit = worker_pb2.Submit(request=request_to_pb(request), ttl_ms=int(1_000 * ttl_s))
         if not local:
             submit.decode.worker_id, submit.decode.epoch = decode_worker.worker_id, decode_worker.epoch
+        if pull_from:
+            holder = self.cluster.workers[pull_from]
+            submit.pull_from.worker_id, submit.pull_from.epoch = holder.worker_id, holder.epoch
+            submit.pull_blocks = pull_blocks
         self._send(decode_worker if local else prefill_worker, worker_pb2.SessionRequest(submit=submit))
         return call
 

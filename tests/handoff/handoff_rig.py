@@ -38,6 +38,7 @@ from kv_transfer.loopback import Faults, LoopbackNetwork, _Lane
 from prefill_worker.prefill_role import PrefillRole
 from tests.handoff.handoff_links import RigLinks
 from worker.host import TICK_S, EngineCommands
+from worker.role import PullSource
 
 EOS = 7  # arbitrary; answers are hashes modulo a vocabulary of 1,000, so it also ends one answer in a hundred by chance
 KV_TIMER_S = TICK_S  # coarser than kv_transfer.core.TIMER_PERIOD_S: as if the KV thread slept for its IDLE_WAIT_S
@@ -312,7 +313,12 @@ class RigWorker:
             max_resends=kv_config.max_resends,
             max_queued=config.max_queued,
         )
-        self.decode = DecodeRole(self, lease_s=config.lease_s, max_queued=config.max_queued)
+        self.decode = DecodeRole(
+            self,
+            lease_s=config.lease_s,
+            transfer_timeout_s=config.transfer_timeout_s,
+            max_queued=config.max_queued,
+        )
         self.roles = (self.prefill, self.decode)
         # What the rig remembers to look for violations, and for tests that ask about order.
         self.in_step = False
@@ -446,13 +452,22 @@ class RigWorker:
             deadline_s = self.now_s() + submit.ttl_ms / 1_000
             if not submit.HasField("decode"):
                 self.decode.on_submit(request, "", deadline_s)
-            elif request.num_tokens_left == 1:
-                self.prefill.on_submit(request, "", deadline_s)
-            else:
-                peer = self.cluster.find(submit.decode.worker_id, submit.decode.epoch)
-                self.prefill.on_submit(request, self.links.open(peer, self.now_s()), deadline_s)
+                return
+            decode_peer = self._link_to(submit.decode) if request.num_tokens_left > 1 else ""
+            self.prefill.on_submit(request, decode_peer, deadline_s, self._pull_source(submit))
         except BatonError as error:
             self.sessions.refused(seq, error)
+
+    def _pull_source(self, submit: worker_pb2.Submit) -> PullSource | None:
+        if not submit.HasField("pull_from"):
+            return None
+        try:
+            return PullSource(self._link_to(submit.pull_from), submit.pull_blocks)
+        except BatonError:
+            return None
+
+    def _link_to(self, peer: worker_pb2.Peer) -> str:
+        return self.links.open(self.cluster.find(peer.worker_id, peer.epoch), self.now_s())
 
     def link_turn(self) -> None:
         self.links.read_one(self.now_s())
