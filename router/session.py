@@ -70,6 +70,7 @@ class WorkerView:
     opened: worker_pb2.Opened
     load: worker_pb2.Load
     links: dict[str, worker_pb2.LinkStatus] = field(default_factory=dict)  # by peer worker_id
+    kv: worker_pb2.KvStatus | None = None  # None before the first reply, or where nobody asks
 
 
 class SessionLost(Exception):
@@ -77,7 +78,10 @@ class SessionLost(Exception):
 
 
 class WorkerSession:
-    """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links."""
+    """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links.
+
+    With `want_kv` each heartbeat asks what the KV plane does: for operators, as routers have no use for it.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,8 @@ class WorkerSession:
         identity: SessionIdentity,
         liveness: Liveness,
         on_change: Callable[[], None],
+        *,
+        want_kv: bool = False,
     ) -> None:
         self.worker_id = worker_id  # "" until the worker says its name (a static list knows addresses only)
         self.address = address
@@ -94,6 +100,7 @@ class WorkerSession:
         self._identity = identity
         self._liveness = liveness
         self._on_change = on_change
+        self._want_kv = want_kv
         self._inboxes: dict[int, Inbox] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest | None] = (
             asyncio.Queue()
@@ -187,7 +194,8 @@ class WorkerSession:
         """
         heartbeat_s = self._liveness.heartbeat_s
         while time.monotonic() - self._heard_s < self._liveness.silence_s:
-            self._send(worker_pb2.SessionRequest(heartbeat=worker_pb2.Heartbeat(sent_ns=time.monotonic_ns())))
+            beat = worker_pb2.Heartbeat(sent_ns=time.monotonic_ns(), want_kv=self._want_kv)
+            self._send(worker_pb2.SessionRequest(heartbeat=beat))
             before_s = time.monotonic()
             await asyncio.sleep(heartbeat_s)
             slept_s = time.monotonic() - before_s
@@ -264,6 +272,8 @@ class WorkerSession:
                 inbox.put(SequenceRefused(self.worker_id, error_from_pb(event.refused.error)))
         elif kind == "heartbeat":
             self._on_load(event.heartbeat.load)
+            if self.view is not None and event.heartbeat.HasField("kv"):
+                self.view.kv = event.heartbeat.kv
         elif kind == "load":
             self._on_load(event.load)
         elif kind == "links":

@@ -67,12 +67,14 @@ def _member_json(controller: Controller, member: Member) -> dict[str, object]:
         "fingerprint": member.fingerprint,
         "load": _load_json(view.load) if view else None,
         "links": [_link_json(link) for link in view.links.values()] if view else [],
+        "kv": _kv_json(view.kv) if view and view.kv else None,
     }
 
 
 def _load_json(load: worker_pb2.Load) -> dict[str, object]:
     gauges = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
-    return {**gauges, "role": Role(load.role).name.lower() if load.role else ""}
+    role = Role(load.role).name.lower() if load.role else ""
+    return {**gauges, "role": role, "kv_failures": dict(load.kv_failures)}
 
 
 def _link_json(link: worker_pb2.LinkStatus) -> dict[str, object]:
@@ -82,7 +84,24 @@ def _link_json(link: worker_pb2.LinkStatus) -> dict[str, object]:
         "state": link.state,
         "transport": link.transport,
         "reason": link.reason,
+        "field": link.field,
+        "mine": link.mine,
+        "yours": link.yours,
     }
+
+
+def _kv_json(kv: worker_pb2.KvStatus) -> dict[str, object]:
+    return {
+        "transport": kv.transport,
+        "version": kv.version,
+        "options": dict(kv.options),
+        "pairs": [_pair_json(pair) for pair in kv.pairs],
+    }
+
+
+def _pair_json(pair: worker_pb2.KvPair) -> dict[str, object]:
+    totals = {field.name: getattr(pair, field.name) for field in pair.DESCRIPTOR.fields if field.name != "link"}
+    return {**_link_json(pair.link), **totals}
 
 
 def _pool_json(controller: Controller, role: Role) -> dict[str, object]:

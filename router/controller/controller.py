@@ -123,7 +123,7 @@ class Controller:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         session = WorkerSession(
-            worker_id, member.address, self._identity, self._liveness, lambda: self._on_session(session)
+            worker_id, member.address, self._identity, self._liveness, lambda: self._on_session(session), want_kv=True
         )
         self._sessions[worker_id] = session
         session.start()
