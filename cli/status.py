@@ -1,4 +1,6 @@
-"""`baton status`: workers, their load and links, SLO classes and verdicts of a running cluster; --json for programs."""
+"""`baton status`: workers, their load and links, SLO classes and verdicts of a running cluster; --kv for the KV plane alone;
+--json for programs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from cli.kv_status import refused_pairs, show_kv
 from cli.running import RunningCluster, add_cluster_flag
 from cli.terminal import output, table
 
@@ -17,6 +20,7 @@ _MISSES = ("ttft", "tpot", "itl", "e2e", "failed")  # baton.slo.Verdict but for 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("status", help="workers, links and SLO classes of a running cluster")
+    parser.add_argument("--kv", action="store_true", help="what the KV plane does: transports, pairs, bytes, failures")
     parser.add_argument("--json", action="store_true", help="print the admin endpoint's answers")
     add_cluster_flag(parser)
     parser.set_defaults(run=run)
@@ -24,7 +28,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cluster = RunningCluster.find(args.admin_port)
-    workers, slo = cluster.get("/admin/v1/workers"), cluster.get("/admin/v1/slo")
+    workers = cluster.get("/admin/v1/workers")
+    if args.kv and not args.json:
+        show_kv(workers)
+        return 0
+    slo = cluster.get("/admin/v1/slo")
     if args.json:
         print(json.dumps({"cluster": {**_record_json(cluster)}, "workers": workers["workers"], "slo": slo}, indent=2))
         return 0
@@ -71,9 +79,12 @@ def _show_links(answer: dict[str, Any]) -> None:
         [worker["worker_id"], link["peer"], link["state"], link["transport"] or "-", link["reason"]]
         for worker in answer["workers"]
         for link in worker["links"]
+        if link["state"] != "refused"
     ]
     if rows:
         table("KV links", ["from", "to", "state", "transport", "reason"], rows)
+    for line in refused_pairs(answer):
+        output.print(line, markup=False, soft_wrap=True)
 
 
 def _show_slo(answer: dict[str, Any]) -> None:
