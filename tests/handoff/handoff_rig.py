@@ -10,7 +10,8 @@ Everything else is real: PrefillRole, DecodeRole, LocalEngine, PlaneCore, the lo
 ScriptedRunner, which knows what every byte of KV must be. The clock is virtual and moves when the scheduler says so.
 
 While it runs the rig watches what must never happen: KV moved into or out of a free block, a write to memory after it was
-freed (free blocks are poisoned), a ticket adopted twice, a pool that does not add up. `violations` collects all of it.
+freed (free blocks are poisoned), a ticket adopted twice, a token of a call whose Cancel was read, a pool that does not add
+up. `violations` collects all of it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class RigNetwork(LoopbackNetwork):
         if self.on_send is not None:
             self.on_send(data)
         header = read_header(memoryview(data))
-        if self.drop_next_data_frame and header is not None and header.kind is Kind.DATA:
+        if self.drop_next_data_frame and header is not None and header.kind is not Kind.PROBE:
             self.drop_next_data_frame = False
             return
         super().send(address, lane, data, now_s)
@@ -125,14 +126,17 @@ SessionOut = TokenOut | EndedOut | RefusedOut
 class RigSessions:
     """Implements worker.role.SessionPort: everything goes to one mailbox, in order."""
 
-    def __init__(self, routers: set[int]) -> None:
+    def __init__(self, worker: RigWorker, routers: set[int]) -> None:
         self.routers = routers
         self.outbox: deque[SessionOut] = deque()
+        self._worker = worker
 
     def has_router(self, seq: int) -> bool:
         return seq >> 32 in self.routers
 
     def token(self, token: SampledToken) -> None:
+        if self._worker.cancelled_until_s.get(token.seq, 0.0) > self._worker.now_s():
+            self._worker.violation(f"seq {token.seq:#x} goes on after its Cancel was read")
         self._put(token.seq, TokenOut(token))
 
     def ended(self, message: worker_pb2.Ended) -> None:
@@ -292,7 +296,7 @@ class RigWorker:
         # The ports.
         self.engine = RigEngineCommands(self)
         self.kv = RigKVCommands(self.core)
-        self.sessions = RigSessions(cluster.routers)
+        self.sessions = RigSessions(self, cluster.routers)
         self.links = RigLinks(
             self,
             self.kv,
@@ -324,9 +328,11 @@ class RigWorker:
         self.in_step = False
         self.has_slow_engine = False  # set by a test: a step begins only when everybody else has nothing to do
         self.has_slow_kv = False  # the same of the KV thread
+        self.has_slow_sessions = False  # what routers say is read some 50 turns late, a few frames' time
         self.is_stopped = False  # see stop()
         self.committed: list[Committed] = []
         self.poisoned: set[int] = set()
+        self.cancelled_until_s: dict[int, float] = {}  # by seq; after a lease it may be another call's
         self.fail_seqs: set[int] = set()  # the model raises for these
         self._kv_busy = True
         self._next_tick_s = self._next_ping_s = self._next_kv_timer_s = self.now_s()
@@ -370,7 +376,9 @@ class RigWorker:
             ready.append(self.result_turn)
         if self.kv_events:
             ready.append(self.kv_event_turn)
-        if self.session_inbox or self.lost_routers:
+        if (self.session_inbox or self.lost_routers) and not (
+            self.has_slow_sessions and self.cluster.rng.random() < 0.98
+        ):
             ready.append(self.session_turn)
         if self.links.unread():
             ready.append(self.link_turn)
@@ -408,13 +416,14 @@ class RigWorker:
         self._poison_free_blocks()
 
     def kv_turn(self) -> None:
-        """kv_transfer/plane.py: poll, then the commands that wait."""
+        """kv_transfer/plane.py: what was commanded before a peer sent a frame is carried out before that frame is judged."""
         now_s = self.now_s()
         if now_s >= self._next_kv_timer_s:
             self._next_kv_timer_s = now_s + KV_TIMER_S
-        self._kv_busy = self.core.poll(now_s) or bool(self.kv.inbox)
+        moved = self.core.receive(now_s) or bool(self.kv.inbox)
         while self.kv.inbox:
             self.kv.inbox.popleft()()
+        self._kv_busy = self.core.advance() or moved
 
     def result_turn(self) -> None:
         result = self.results.popleft()
@@ -441,6 +450,7 @@ class RigWorker:
         if request.HasField("submit"):
             self._on_submit(request.submit)
         else:
+            self.cancelled_until_s[request.cancel.seq] = self.now_s() + self.cluster.config.lease_s
             for role in self.roles:
                 role.on_cancel(request.cancel.seq)
 

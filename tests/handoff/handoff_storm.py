@@ -3,7 +3,8 @@
 `calm`     injects nothing: every call must be whole.
 `storm`    may lose, damage, copy, reorder and delay frames, cut links, restart workers, kill the router, cancel at any
            moment, let a deadline pass or the model fail: every call must end, and never with a wrong token.
-`impatient` lets clients leave while frames are on a slow wire or KV thread: what they held is free at once, and soon another's.
+`impatient` lets clients leave while frames are on a slow wire or KV thread, or a worker hears late of it: what they held is free
+           at once, and soon another's.
 `hostile`  reuses seqs for other prompts, perhaps after decode's restart, while an adversary sends what it recorded of the
            first ones: a call may fail, but no text of another prompt may come.
 
@@ -72,10 +73,17 @@ class Scenario:
         self._troubles: tuple[str, ...] = ()
         self._stem = random_prompt(rng, MAX_PROMPT)  # prompts share a beginning of some length
 
+    def prompt(self) -> tuple[int, ...]:
+        shared = self.rng.choice((0, 0, 8, 17, 40))
+        return (*self._stem[:shared], *random_prompt(self.rng, self.rng.randint(1, MAX_PROMPT - shared)))
+
+    def pull_from(self) -> str:
+        """The decode worker that is said to cache more of the prompt than the prefill worker; "" = none."""
+        return ""
+
     def call(self, **overrides: float) -> Call:
         rng = self.rng
-        shared = rng.choice((0, 0, 8, 17, 40))
-        prompt = (*self._stem[:shared], *random_prompt(rng, rng.randint(1, MAX_PROMPT - shared)))
+        prompt = self.prompt()
         sampling = SamplingParams(
             max_tokens=rng.choice((1, 2, 3, 8, 20)),
             temperature=rng.choice((0.0, 1.0)),
@@ -87,6 +95,7 @@ class Scenario:
             prefill=rng.choice([name for name in self.cluster.workers if name.startswith("prefill")]),
             decode=rng.choice([name for name in self.cluster.workers if name.startswith("decode")]),
             local=rng.random() < 0.1,
+            pull_from=self.pull_from(),
             num_sent=rng.randrange(sampling.max_tokens) if rng.random() < 0.2 and sampling.ignore_eos else 0,
             ttl_s=overrides.get("ttl_s", 60.0),
             sampling=sampling,
@@ -118,6 +127,7 @@ class Scenario:
         self.cluster.network.faults = Faults(seed=self.rng.getrandbits(32), jitter_s=0.1)
         for worker in self.cluster.workers.values():
             worker.has_slow_kv = self.rng.random() < 0.5
+            worker.has_slow_sessions = self.rng.random() < 0.2
         for _ in range(10):
             self.call()
             self.cluster.run_turns(self.rng.randrange(60))

@@ -16,7 +16,10 @@ from kv_transfer.events import Committed
 from kv_transfer.frame import FrameHeader
 from kv_transfer.receiver import Receiver
 from prefill_worker.prefill_role import Prefill, PrefillRole
+from tests.handoff.handoff_adversary import changed_prompt
+from tests.handoff.handoff_calls import random_prompt
 from tests.handoff.handoff_storm import Scenario
+from worker.tombstones import Tombstones
 
 NUM_SEEDS = 100  # each defect below is found within 25 by the scenario that looks for it
 
@@ -137,6 +140,50 @@ def decode_drops_blocks_that_the_plane_still_writes(patch: Patch) -> None:
     patch.setattr(DecodeRole, "_close", close_early)
 
 
+def decode_acknowledges_before_every_byte_is_verified(patch: Patch) -> None:
+    on_commit = DecodeRole._on_commit
+
+    def ack_at_once(self: DecodeRole, peer: str, commit: kv_pb2.Commit) -> None:
+        on_commit(self, peer, commit)
+        ack = kv_pb2.Ack(seq=commit.seq, generation=commit.generation)
+        self._ports.links.send(peer, kv_pb2.LinkMessage(ack=ack))
+
+    patch.setattr(DecodeRole, "_on_commit", ack_at_once)
+
+
+def the_plane_writes_after_it_said_that_a_ticket_is_closed(patch: Patch) -> None:
+    close = Receiver.close
+
+    def close_and_go_on(self: Receiver, seq: int, reason: str) -> None:
+        ticket = self._tickets.get(seq)
+        close(self, seq, reason)
+        if ticket is not None and not reason:  # cancelled by its role
+            self._tickets[seq] = ticket
+
+    patch.setattr(Receiver, "close", close_and_go_on)
+
+
+def decode_forgets_a_cancel_that_overtook_its_reserve(patch: Patch) -> None:
+    on_cancel = DecodeRole.on_cancel
+
+    def on_cancel_lost(self: DecodeRole, seq: int) -> bool:
+        known = on_cancel(self, seq)
+        self._cancelled = Tombstones(self._lease_s)
+        return known
+
+    patch.setattr(DecodeRole, "on_cancel", on_cancel_lost)
+
+
+def prefill_forgets_that_a_seq_has_ended(patch: Patch) -> None:
+    forget = PrefillRole._forget
+
+    def forget_all(self: PrefillRole, prefill: Prefill) -> None:
+        forget(self, prefill)
+        self._ended = Tombstones(self._lease_s)
+
+    patch.setattr(PrefillRole, "_forget", forget_all)
+
+
 def the_plane_commits_twice(patch: Patch) -> None:
     settle = Receiver._settle
 
@@ -172,6 +219,17 @@ def prefill_ends_twice(patch: Patch) -> None:
     patch.setattr(PrefillRole, "_end", end_twice)
 
 
+def hasty(scenario: Scenario) -> None:
+    """A seq is used again the moment its first call is over, while a result of that one may lie unread."""
+    rig, prefill = scenario.rig, scenario.cluster.workers["prefill-0"]
+    first = rig.router.submit(random_prompt(rig.rng, 20), 1)
+    rig.cluster.run_until(lambda: any(result.prefilled for result in prefill.results) or first.is_over, limit_s=10.0)
+    rig.router.cancel(first)
+    rig.cluster.run_until(lambda: first.is_over, limit_s=10.0)
+    rig.router.submit(changed_prompt(rig.rng, first.request.token_ids), 1, seq=first.seq)
+    rig.drain()
+
+
 def first_failing_seed(tell: Callable[[Scenario], object]) -> int | None:
     for seed in range(NUM_SEEDS):
         try:
@@ -195,6 +253,10 @@ def first_failing_seed(tell: Callable[[Scenario], object]) -> int | None:
         (commit_ignores_the_generation, Scenario.hostile),
         (prefill_drops_blocks_that_the_plane_still_reads, Scenario.impatient),
         (decode_drops_blocks_that_the_plane_still_writes, Scenario.impatient),
+        (decode_acknowledges_before_every_byte_is_verified, Scenario.storm),
+        (the_plane_writes_after_it_said_that_a_ticket_is_closed, Scenario.impatient),
+        (decode_forgets_a_cancel_that_overtook_its_reserve, Scenario.impatient),
+        (prefill_forgets_that_a_seq_has_ended, hasty),
         (the_plane_commits_twice, Scenario.calm),
         (decode_adopts_twice, Scenario.calm),
         (prefill_ends_twice, Scenario.calm),
