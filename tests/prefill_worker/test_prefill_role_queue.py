@@ -6,6 +6,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.request import Request, SamplingParams
+from baton.v1 import kv_pb2
 from prefill_worker.prefill_role import PrefillRole
 from tests.worker.noting_ports import Notes
 
@@ -105,3 +106,17 @@ def test_a_full_queue_is_overloaded_but_a_draining_worker_says_that_first(draini
     notes.draining = draining
     submit(role, 3)
     assert [error.code for _, error in notes.refused_] == [code]
+
+
+def test_a_grant_that_is_said_twice_is_one_and_another_for_the_same_prompt_is_given_back() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    submit(role, 1)
+    ticket = kv_pb2.Ticket(seq=ROUTER << 32 | 1, epoch=3, generation=7, num_blocks=10)
+    for _ in range(2):
+        assert role.on_link("d", kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=ticket)))
+    assert notes.added == [ticket.seq]
+    assert notes.sent_seqs("cancel") == []
+    other = kv_pb2.Ticket(seq=ticket.seq, epoch=3, generation=8, num_blocks=10)
+    assert role.on_link("d", kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=other)))
+    assert [message.cancel.generation for message in notes.sent if message.HasField("cancel")] == [8]

@@ -17,6 +17,7 @@ from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from baton.wire import PROTOCOL_VERSION
 from tests.worker.scripted_worker import until
 from worker.hello import Refusal, check_hello, check_transport, refusal_by_peer
+from worker.link_outbox import MAX_OUTBOX_BYTES
 from worker.links import Links, PeerLink, State
 
 ROUTER, OTHER_ROUTER = 1, 2  # router epochs
@@ -68,7 +69,9 @@ class Listener:
 class End:
     """One worker's Links on a server of its own."""
 
-    def __init__(self, worker_id: str, epoch: int, **fields: object) -> None:
+    def __init__(
+        self, worker_id: str, epoch: int, *, max_outbox_bytes: int = MAX_OUTBOX_BYTES, **fields: object
+    ) -> None:
         self.worker_id, self.epoch = worker_id, epoch
         self.listener = Listener()
         self.path_works = True
@@ -80,6 +83,7 @@ class End:
             ping_s=0.05,
             silence_limit_s=20.0,
             hello_timeout_s=0.5,
+            max_outbox_bytes=max_outbox_bytes,
         )
         self.server = grpc.aio.server()
         kv_pb2_grpc.add_KvLinkServicer_to_server(self.links, self.server)
