@@ -26,13 +26,14 @@ from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.slo import SLO, Verdict
 from baton.timings import Timings
+from baton.v1 import worker_pb2
 from router.admission import MIN_RETRY_AFTER_S, Admission
 from router.call_events import CallDone, CallEvent, ChoiceFinished, Outbox, Piece, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet
 from router.handoff import SequenceReport, serve_sequence
-from router.metrics import CallRecord, RouterMetrics
+from router.metrics import CallRecord, RouterMetrics, TransferRecord
 from router.slo_watch import SloWatch
 from router.tokenizer import Tokenizer
 from router.validate import Limits, check, resolve
@@ -394,6 +395,12 @@ def _verdict(call: Call, slo: SLO, timings: Timings, call_s: float, outcome: str
     )
 
 
+def _transfer(stats: worker_pb2.SeqStats) -> TransferRecord:
+    return TransferRecord(
+        stats.transport, stats.kv_bytes, stats.kv_transfer_ms / 1e3, stats.exposed_transfer_ms / 1e3
+    )  # fmt: skip
+
+
 def _record(
     call: Call, slo_class: str, usage: Usage, timings: Timings, call_s: float, outcome: str
 ) -> CallRecord:  # fmt: skip
@@ -409,9 +416,7 @@ def _record(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        kv_bytes=timings.kv_bytes,
-        kv_transfer_s=timings.kv_transfer_ms / 1e3 if timings.kv_bytes else None,
-        transport=timings.transport,
+        transfers=[_transfer(report.stats) for report in call.reports if report.handed_off],
         local=first.prefill_worker == first.decode_worker,
         num_retries=sum(report.num_retries for report in call.reports),
     )

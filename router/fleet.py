@@ -212,14 +212,13 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def _peers_of(self, prefill: Endpoint) -> list[worker_pb2.Peer]:
-        assert prefill.opened is not None
+        """Of other fingerprints too: Hello refuses them once, and says which field differs."""
         return [
             endpoint.session.peer()
             for endpoint in self.endpoints
             if endpoint is not prefill
             and endpoint.session.view is not None
             and endpoint.role in (Role.DECODE, Role.BOTH)
-            and endpoint.session.view.opened.fingerprint == prefill.opened.fingerprint
         ]
 
     # -- where a sequence goes ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceeded, Unavailable, WorkerLost
+from baton.errors import BatonError, DeadlineExceeded, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
 from baton.request import FinishReason, Request, SampledToken
 from baton.v1 import worker_pb2
@@ -73,6 +73,7 @@ class SequenceReport:
     prefill_worker: str = ""
     decode_worker: str = ""
     stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled
+    handed_off: bool = False  # decode has acknowledged the KV
     num_retries: int = 0
 
 
@@ -123,7 +124,7 @@ async def serve_sequence(
         try:
             await attempt.run(demand)
             return
-        except Unavailable as error:
+        except (Unavailable, PeerRefused) as error:  # a pair may turn out not to fit after it was chosen
             if report.num_tokens or report.num_retries == MAX_RETRIES:
                 raise
             log.warning("sequence_retried", request_id=request.request_id, worker=attempt.blamed, reason=error.message)
@@ -277,6 +278,7 @@ class _Attempt:
         self._may_hold.discard(event.worker)
         if event.worker == self._prefill.worker_id:
             self._report.stats = event.stats
+            self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
             self._stats_in = True
             if not self._local:
                 self._hold.used_tokens = 0

@@ -1,23 +1,32 @@
 """The router's metrics, named as DESIGN section 12 says; one registry per process.
 
-Durations are what clients saw, from their first byte at the router; worker gauges are each worker's last report, read at
-the moment of the scrape. Labels are SLO classes, workers, outcomes and transports only, so cardinality is bounded.
+Durations are what clients saw, from their first byte at the router; those of KV transfers are each handoff's own, measured by
+its prefill worker. Labels are SLO classes, workers, outcomes, reasons and transports only, so cardinality is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from baton.slo import Verdict
-from router.fleet import Endpoint, Fleet
+from router.fleet import Fleet
+from router.worker_gauges import WorkerGauges
 
 # Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
 _LATENCY_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """One handoff that decode has acknowledged."""
+
+    transport: str
+    nbytes: int
+    transfer_s: float  # first frame -> Ack
+    exposed_s: float  # end of prefill -> Ack
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,7 @@ class CallRecord:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    kv_bytes: int
-    kv_transfer_s: float | None
-    transport: str
+    transfers: Sequence[TransferRecord]  # one per choice that was handed over
     local: bool
     num_retries: int
 
@@ -64,19 +71,17 @@ class RouterMetrics:
         self._retries = self._counter("request_retries", "Sequences started again before their first token.")
         self._local = self._counter("local_prefill", "Calls whose prompt was computed where it was decoded.")
         self._kv_bytes = Counter(
-            "baton_kv_transfer_bytes", "KV shipped for calls.", ["transport"], registry=self.registry
+            "baton_kv_transfer_bytes", "KV handed over for calls.", ["transport"], registry=self.registry
         )  # fmt: skip
-        self._kv_seconds = Histogram(
-            "baton_kv_transfer_duration_seconds", "First frame to Ack.", ["transport"],
-            registry=self.registry, buckets=_LATENCY_BUCKETS,
-        )  # fmt: skip
+        self._kv_seconds = self._histogram("kv_transfer_duration_seconds", "First frame to Ack.", "transport")
+        self._kv_exposed = self._histogram(
+            "kv_transfer_exposed_seconds", "End of prefill to Ack: what the handoff adds.", "transport"
+        )
         self.inflight = Gauge("baton_num_requests_inflight", "Calls at this router.", registry=self.registry)
-        self.registry.register(_WorkerGauges(fleet))
+        self.registry.register(WorkerGauges(fleet))
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
-            f"baton_{name}", text, ["slo_class"], registry=self.registry, buckets=_LATENCY_BUCKETS
-        )  # fmt: skip
+    def _histogram(self, name: str, text: str, label: str = "slo_class") -> Histogram:
+        return Histogram(f"baton_{name}", text, [label], registry=self.registry, buckets=_LATENCY_BUCKETS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", text, ["slo_class", *labels], registry=self.registry)
@@ -114,60 +119,7 @@ class RouterMetrics:
             self._queries.labels(name).inc(record.prompt_tokens)
             self._hits.labels(name).inc(record.cached_tokens)
             self._local.labels(name).inc(record.local)
-        if record.kv_bytes:
-            self._kv_bytes.labels(record.transport).inc(record.kv_bytes)
-        if record.kv_transfer_s is not None:
-            self._kv_seconds.labels(record.transport).observe(record.kv_transfer_s)
-
-
-class _WorkerGauges(Collector):
-    """Each worker's last report, as of the scrape."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterable[Metric]:
-        running = _gauge("num_requests_running", "Sequences in the worker's engine.")
-        waiting = _gauge("num_requests_waiting", "Sequences queued in the worker.")
-        inflight = _gauge("worker_inflight", "Sequences this router has placed there and not seen end.")
-        usage = _gauge("kv_cache_usage_ratio", "Active and reserved blocks of all blocks.")
-        up = _gauge("worker_up", "1 = its Session is open.", "role", "state")
-        blocks = _gauge("kv_blocks", "Blocks by what they are used for.", "use")
-        failures = _total("kv_transfer_failures", "Transfers that did not arrive, as the worker counts them.")
-        expired = _total("kv_transfer_expired", "Transfers given up by lease, as the worker counts them.")
-        unread = _gauge("outbox_bytes", "What the worker wrote and its routers, or peers, have not read.", "reader")
-        for endpoint in self._fleet.endpoints:
-            name = endpoint.worker_id
-            up.add_metric([name, endpoint.role.name.lower(), endpoint.state], float(endpoint.session.view is not None))
-            inflight.add_metric([name], endpoint.num_inflight)
-            if (view := endpoint.session.view) is None:
-                continue
-            load = view.load
-            running.add_metric([name], load.num_running)
-            waiting.add_metric([name], load.num_waiting)
-            used = load.active_blocks + load.reserved_blocks
-            usage.add_metric([name], used / view.opened.num_blocks if view.opened.num_blocks else 0.0)
-            for use, number in _blocks(endpoint):
-                blocks.add_metric([name, use], number)
-            failures.add_metric([name], load.kv_transfers_failed)
-            expired.add_metric([name], load.kv_transfers_expired)
-            unread.add_metric([name, "router"], load.session_outbox_bytes)
-            unread.add_metric([name, "peer"], load.link_outbox_bytes)
-        return [running, waiting, inflight, usage, up, blocks, failures, expired, unread]
-
-
-def _blocks(endpoint: Endpoint) -> Iterable[tuple[str, int]]:
-    assert endpoint.session.view is not None
-    load = endpoint.session.view.load
-    yield "active", load.active_blocks
-    yield "reserved", load.reserved_blocks
-    yield "cached", load.cached_blocks
-    yield "free", load.free_blocks
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"baton_{name}", text, labels=["worker", *labels])
-
-
-def _total(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"baton_{name}", text, labels=["worker"])
+        for transfer in record.transfers:
+            self._kv_bytes.labels(transfer.transport).inc(transfer.nbytes)
+            self._kv_seconds.labels(transfer.transport).observe(transfer.transfer_s)
+            self._kv_exposed.labels(transfer.transport).observe(transfer.exposed_s)

@@ -1,10 +1,10 @@
 """Where a sequence is prefilled and where it is decoded: snapshots in, a Choice or the reason for none out. Pure.
 
 A pair (prefill, decode) may be chosen where both take work, share a fingerprint, their link is up, and each pool can hold
-the sequence. A `both` worker is a pair with itself, and a prompt of at most `local_prefill_tokens` may be prefilled on its
-decode worker. Among the candidates the least Score wins: a proved link first, then prompt tokens queued ahead of this one,
-then the share of decode memory in use, then whoever was chosen longest ago (so that idle workers share the work and a
-restarted one does not take it all). Power of two choices over forecasts is a later step.
+the sequence. A `both` worker is a pair with itself; so is a decode worker for a prompt of at most `local_prefill_tokens`, or
+for any prompt where no prefill worker of the fleet fits it. Among the candidates the least Score wins: a proved link first,
+then prompt tokens queued ahead of this one, then the share of decode memory in use, then whoever was chosen longest ago (so
+that idle workers share the work and a restarted one does not take it all). Power of two choices over forecasts is a later step.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def place(
     """Choose the best pair; workers in `avoid` are taken only where nobody else is left, and among the rest those that
     prefill on `prefer`, which has this prompt in its cache, before any other."""
     ready = [worker for worker in workers if worker.state == "ready"]
-    candidates = list(_candidates(ready, demand, local_prefill_tokens))
+    candidates = list(_candidates(ready, demand, local_prefill_tokens)) or list(_without_partner(workers, demand))
     candidates = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates
     candidates = [c for c in candidates if c.prefill == prefer] or candidates
     if candidates:
@@ -119,6 +119,21 @@ def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_t
                 link = link_state(prefill, decode)
                 if link in ("ready", "connecting"):
                     yield _score(prefill, decode, proved=link == "ready")
+
+
+def _without_partner(workers: Sequence[WorkerSnapshot], demand: Demand) -> Iterable[Choice]:
+    """Decode workers that no prefill worker fits: they must prefill for themselves, however long the prompt is.
+
+    Only where that is certain. A prefill worker that is away, or whose link is down, is waited for.
+    """
+    prefills = [worker for worker in workers if worker.role is Role.PREFILL]
+    for decode in workers:
+        fits = (
+            decode.state == "ready" and decode.role is Role.DECODE and decode.pool_tokens >= demand.max_total_tokens - 1
+        )
+        refused = all(prefill.state == "ready" and link_state(prefill, decode) == "refused" for prefill in prefills)
+        if fits and prefills and refused:
+            yield _score(decode, decode, proved=True)
 
 
 def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:

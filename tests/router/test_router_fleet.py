@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import grpc
 import grpc.aio
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton.errors import PeerRefused
 from baton.model_files import ModelFiles
 from baton.request import Role
 from baton.v1 import control_pb2, serving_pb2, serving_pb2_grpc, worker_pb2
@@ -48,12 +48,34 @@ def test_the_prefill_worker_with_least_queued_and_the_decode_worker_with_most_ro
     assert chosen(*workers) == ("p1", "d1")
 
 
-@pytest.mark.parametrize("state", ["refused", "lost"])
-def test_a_pair_whose_link_is_down_is_not_chosen(state: str) -> None:
-    bad = linked("p0", "d0", state=state)
-    decode = snapshot("d0", Role.DECODE)
-    assert isinstance(place((bad, decode), SMALL), NoPlace)
+def test_a_pair_whose_link_is_down_is_not_chosen_and_waited_for() -> None:
+    bad, decode = linked("p0", "d0", state="lost"), snapshot("d0", Role.DECODE)
+    found = place((bad, decode), SMALL)
+    assert isinstance(found, NoPlace)
+    assert not found.hopeless
     assert chosen(bad, linked("p1", "d0", waiting_tokens=900), decode) == ("p1", "d0")
+
+
+def test_a_refused_pair_is_not_chosen_whichever_end_has_another_partner() -> None:
+    p0 = linked("p0", "d0", state="refused")
+    assert chosen(p0, linked("p1", "d0", waiting_tokens=900), snapshot("d0", Role.DECODE)) == ("p1", "d0")
+    both = replace(p0, links={"d0": LinkView(1, "refused"), "d1": LinkView(1, "ready")})
+    room, full = snapshot("d0", Role.DECODE), snapshot("d1", Role.DECODE, used_tokens=900)
+    assert chosen(both, room, full) == ("p0", "d1")
+
+
+def test_a_decode_worker_that_fits_no_prefill_worker_prefills_for_itself_where_nobody_else_can_serve() -> None:
+    p0, decode = linked("p0", "d0", state="refused"), snapshot("d0", Role.DECODE)
+    assert chosen(p0, decode) == ("d0", "d0")
+    assert chosen(p0, decode, linked("p1", "d1"), snapshot("d1", Role.DECODE)) == ("p1", "d1")
+    large = Demand(prompt_tokens=600, max_total_tokens=2_000)
+    assert isinstance(place((p0, decode), large), NoPlace)
+
+
+def test_a_prefill_worker_that_may_come_back_is_waited_for_instead() -> None:
+    p0, decode = linked("p0", "d0", state="refused"), snapshot("d0", Role.DECODE)
+    for away in (snapshot("p1", Role.PREFILL, state="connecting"), linked("p1", "d0", state="lost")):
+        assert isinstance(place((p0, away, decode), SMALL), NoPlace)
 
 
 def test_a_link_of_an_earlier_epoch_counts_as_unproved() -> None:
@@ -64,9 +86,15 @@ def test_a_link_of_an_earlier_epoch_counts_as_unproved() -> None:
 
 
 def test_pairs_form_only_within_one_fingerprint() -> None:
-    found = place((linked("p0", "d0"), snapshot("d0", Role.DECODE, fingerprint="other")), SMALL)
-    assert isinstance(found, NoPlace)
-    assert "fingerprint" in found.reason
+    workers = (
+        linked("p0", "d0", "d1"),
+        snapshot("d0", Role.DECODE, fingerprint="other"),
+        snapshot("d1", Role.DECODE, used_tokens=900),
+    )
+    assert chosen(*workers) == ("p0", "d1")
+    waiting = place((linked("p0", "d0"), workers[1], snapshot("p1", Role.PREFILL, state="connecting")), SMALL)
+    assert isinstance(waiting, NoPlace)
+    assert "p0 to d0 is refused (fingerprint)" in waiting.reason
 
 
 def test_a_worker_that_does_both_needs_nobody() -> None:
@@ -115,6 +143,31 @@ async def test_prefill_workers_are_told_whom_they_may_hand_over_to(rig: Rig) -> 
         ("d0", rig.decode.epoch, rig.decode.address)
     ]
     assert rig.decode.told_peers == []
+
+
+async def test_prefill_workers_hear_of_decode_workers_of_another_fingerprint_so_that_hello_names_the_difference(
+    files: ModelFiles,
+) -> None:
+    workers = [
+        await StubWorker("p0", worker_pb2.ROLE_PREFILL).start(),
+        await StubWorker("d0", worker_pb2.ROLE_DECODE, fingerprint="0" * 32).start(),
+    ]
+    async with running_rig(files, workers) as rig:
+        await until(lambda: [peer.worker_id for peer in rig.prefill.told_peers] == ["d0"], "p0 is told of d0")
+
+
+async def test_a_pair_that_turns_out_not_to_fit_costs_no_call(files: ModelFiles) -> None:
+    workers = [*await start_pair(), await StubWorker("d1", worker_pb2.ROLE_DECODE).start()]
+    prefill, _, other = workers
+    prefill.peers["d1"] = other
+    async with running_rig(files, workers) as rig:
+        prefill.script.fail_prefill = PeerRefused("rope does not fit: mine a, yours b", field="rope")
+        call = asyncio.create_task(rig.generate(request(max_tokens=3)))
+        await until(lambda: bool(prefill.submits), "the call was placed on the pair")
+        prefill.script.fail_prefill = None
+        answer = await call
+        assert answer.token_ids == [300, 301, 302]
+        await rig.idle()
 
 
 async def test_a_call_waits_for_a_restarted_worker_and_is_served_by_it(rig: Rig) -> None:
