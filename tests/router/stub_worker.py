@@ -35,6 +35,8 @@ class Script:
     tokens: Sequence[int] = tuple(range(300, 340))  # the answer to everything, cut by max_tokens, repeated as needed
     refuse: BatonError | None = None
     fail_prefill: BatonError | None = None
+    transfer_ms: float = 0.0  # of a handoff, as its Ended says
+    exposed_ms: float = 0.0
     fail_handoff: BatonError | None = None  # prefill says so after decode has adopted the sequence
     lose_handoff: bool = False  # decode never gets the sequence
     fail_after: tuple[int, BatonError] | None = None  # (tokens said, error)
@@ -66,6 +68,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.script = Script()
         self.peers: dict[str, StubWorker] = {}
         self.link_state = "ready"
+        self.kv_load = worker_pb2.Load()  # what it says of its KV plane
         self.submits: list[worker_pb2.Submit] = []
         self.adopted: list[int] = []
         self.cancels: list[int] = []
@@ -140,7 +143,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     # -- what it says of itself --------------------------------------------------------------------------------------
 
     def load(self) -> worker_pb2.Load:
-        return worker_pb2.Load(role=self.role, num_running=self.num_open, free_blocks=self._num_blocks)
+        load = worker_pb2.Load(role=self.role, num_running=self.num_open, free_blocks=self._num_blocks)
+        load.MergeFrom(self.kv_load)
+        return load
 
     def _opened(self) -> worker_pb2.Opened:
         return worker_pb2.Opened(
@@ -194,6 +199,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self._end(request.seq, worker_pb2.OUTCOME_FINISHED, stats)
         elif submit.HasField("decode"):
             stats.kv_bytes, stats.transport = 4096, "loopback"
+            stats.kv_transfer_ms, stats.exposed_transfer_ms = self.script.transfer_ms, self.script.exposed_ms
             if not self.script.lose_handoff:
                 self.peers[submit.decode.worker_id].adopt(request)
             if self.script.fail_handoff is not None:
