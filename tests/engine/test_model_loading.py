@@ -100,7 +100,7 @@ def test_blocks_come_from_the_number_given_else_the_option_else_the_memory(tmp_p
     ("engine", "dtype", "field"),
     [
         (EngineConfig(), "int4", "model.dtype"),
-        (EngineConfig(kv_cache_dtype="float8_e4m3"), "float32", "engine.kv_cache_dtype"),
+        (EngineConfig(kv_cache_dtype="float8_e5m2"), "float32", "engine.kv_cache_dtype"),
         (EngineConfig(kv_memory_bytes=100), "float32", "engine.kv_memory_bytes"),
         (EngineConfig(kv_memory_bytes=1 << 50), "float32", "engine.kv_memory_bytes"),
     ],
