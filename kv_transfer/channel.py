@@ -9,6 +9,9 @@ A channel has the same numbered lanes on both ends, `num_slots` in each directio
 
 So each message finds its receive posted and nothing piles up at either end. A channel moves bytes and believes nothing in
 them. It is driven by one thread; only `Transport.wake` may be called from others.
+
+Where a transport can map memory of another process, the probe frame carries `exports()` and the other end calls `attach`: then
+send slots are the peer's ring slots themselves, and the peer's block pool can be read in place (direct mode).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.kv_copy import KVMemory
+from kv_transfer.block_store import BlockStore
 from kv_transfer.events import TransportSettings
 
 
@@ -26,6 +31,7 @@ class Credit:
     slot: int
     turn: int
     accepted: bool  # False: dropped at its header
+    can_pull: bool = False  # whoever answers a probe can read our block pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,14 @@ class ChannelLost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class PeerPool:
+    """A peer's block pool, readable at addresses of this process while the channel is open."""
+
+    memory: KVMemory
+    num_blocks: int
+
+
 ChannelEvent = FrameArrived | Credit | SendDone | ChannelLost
 
 
@@ -67,7 +81,15 @@ class Channel(Protocol):
         ...
 
     def send_slot(self, slot: int) -> memoryview:
-        """Where frames are made; read by the transport between send_frame and SendDone."""
+        """Where frames are made; read by the transport between send_frame and SendDone. May be the peer's ring slot."""
+        ...
+
+    def exports(self, store: BlockStore | None) -> bytes:
+        """What a peer needs to map our ring, and the pool of `store` if it is given and can be mapped."""
+        ...
+
+    def attach(self, exports: bytes) -> PeerPool | None:
+        """Map what the peer exports, as far as the transport can; its pool, if that is readable now."""
         ...
 
     def post_frame(self, slot: int) -> None: ...
@@ -93,6 +115,14 @@ class Transport(Protocol):
     """Everything a worker's channels share: one address, one place to wait."""
 
     address: bytes
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Zeroed memory for a block pool, such that peers can map it if the transport has a way. Lives as long as its views.
+
+        Raises:
+            ConfigError: there is not enough.
+        """
+        ...
 
     def settings(self) -> TransportSettings:
         """What operators are shown."""

@@ -22,7 +22,7 @@ from baton.errors import ConfigError, TransferFailed
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Channel, Transport
 from kv_transfer.events import Committed, IncomingClosed, KVEvent, KVLoad, OutgoingClosed, PairLost
-from kv_transfer.pair import Pair, PairState, PairStatus
+from kv_transfer.pair import Pair, PairState, PairStatus, WireView
 from kv_transfer.transfer_plan import check_frame_bytes
 
 TIMER_PERIOD_S = 0.02  # the finest deadline is QUIET_S = 0.25 s
@@ -79,21 +79,32 @@ class PlaneCore:
     # Pairs
 
     def connect(
-        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+        self,
+        peer: str,
+        peer_epoch: int,
+        address: bytes,
+        pair_nonce: int,
+        frame_bytes: int,
+        num_slots: int,
+        wire: WireView | None = None,
     ) -> None:
-        """Set up the data path after Hello; both ends call it with the same nonce, frame size and slots."""
+        """Set up the data path after Hello; both ends call it with the same nonce, frame size and slots.
+
+        `wire` is given where the two keep KV differently: the layouts of the stores that meet are then equal.
+        """
         self._busy = True
         if peer in self._pairs:
             self._lose(self._pairs[peer], "replaced by a new connection")
         try:
-            check_frame_bytes(self._store.layout, frame_bytes)
+            for store in (wire.send, wire.receive) if wire else (self._store,):
+                check_frame_bytes(store.layout, frame_bytes)
             lane = int(self._epoch > peer_epoch)
             channel = self._transport.open_channel(address, pair_nonce, lane, frame_bytes, num_slots)
         except (ConfigError, TransferFailed) as error:
             self._events.append(PairLost(peer, pair_nonce, error.message))
             return
         self._pairs[peer] = Pair(
-            peer, peer_epoch, pair_nonce, channel, self._store, self._config, self._epoch, self._emit, self._now_s
+            peer, peer_epoch, pair_nonce, channel, self._store, wire, self._config, self._epoch, self._emit, self._now_s
         )
 
     def disconnect(self, peer: str) -> None:

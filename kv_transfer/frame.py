@@ -7,7 +7,10 @@ The payload is `nbytes` long, in wire order (baton/kv_layout.py). `header_crc` i
 header is believed as a whole or not at all; `payload_crc` is the crc32c of the payload. 64 bytes keep the payload aligned to
 a cache line. A credit, the small answer to a frame, is
 
-    magic u32 | turn u32 | accepted u32 | crc u32
+    magic u32 | turn u32 | accepted u16 | can_pull u16 | crc u32
+
+A frame of direct mode carries no KV: its payload is the blocks' places in the sender's pool, u32 each, and `payload_crc` is the
+crc32c of the KV that the receiver reads there.
 
 Pure: no clock, no socket; knows nothing of tickets.
 """
@@ -22,12 +25,13 @@ import google_crc32c
 import numpy as np
 
 MAGIC = 0x31564B42  # "BKV1" read as bytes
-VERSION = 1
+VERSION = 2
 _FIELDS = struct.Struct("<IHBBQQIIIIIIIII")  # all but header_crc
 _CRC = struct.Struct("<I")
 HEADER_BYTES = 64
+PLACE_BYTES = 4  # of one block in the payload of a PULL frame
 _CREDIT_MAGIC = 0x31435642  # "BVC1" read as bytes
-_CREDIT = struct.Struct("<IIII")
+_CREDIT = struct.Struct("<IIHHI")
 CREDIT_BYTES = _CREDIT.size
 assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
@@ -35,6 +39,7 @@ assert _FIELDS.size + _CRC.size == HEADER_BYTES
 class Kind(enum.IntEnum):
     DATA = 1  # blocks of a ticket
     PROBE = 2  # proves the path; names no ticket
+    PULL = 3  # where blocks of a ticket lie in the sender's pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +93,16 @@ def erase_header(slot: memoryview) -> None:
     slot[:HEADER_BYTES] = bytes(HEADER_BYTES)
 
 
-def pack_credit(turn: int, accepted: bool) -> bytes:
-    body = _CREDIT.pack(_CREDIT_MAGIC, turn, accepted, 0)
+def pack_credit(turn: int, accepted: bool, can_pull: bool) -> bytes:
+    body = _CREDIT.pack(_CREDIT_MAGIC, turn, accepted, can_pull, 0)
     return body[:-4] + _CRC.pack(crc32c(memoryview(body)[:-4]))
 
 
-def unpack_credit(data: memoryview) -> tuple[int, bool] | None:
-    """(turn, accepted), or None where `data` is not a credit."""
+def unpack_credit(data: memoryview) -> tuple[int, bool, bool] | None:
+    """(turn, accepted, can_pull), or None where `data` is not a credit."""
     if len(data) != CREDIT_BYTES:
         return None
-    magic, turn, accepted, crc = _CREDIT.unpack(data)
-    if magic != _CREDIT_MAGIC or accepted > 1 or crc != crc32c(data[:-4]):
+    magic, turn, accepted, can_pull, crc = _CREDIT.unpack(data)
+    if magic != _CREDIT_MAGIC or accepted > 1 or can_pull > 1 or crc != crc32c(data[:-4]):
         return None
-    return turn, bool(accepted)
+    return turn, bool(accepted), bool(can_pull)

@@ -18,10 +18,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from baton.errors import TransferFailed
+from kv_transfer.block_store import BlockStore
+from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, PeerPool, SendDone
 from kv_transfer.events import TransportSettings
 from kv_transfer.frame import pack_credit, unpack_credit
-
-from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
 
 _GOODBYE_SLOT = -1  # the credit lane that tells the peer of close()
 MAX_UNEXPECTED = 64  # messages kept for receives not posted yet, per lane; only copies ever get there
@@ -67,6 +67,9 @@ class LoopbackNetwork:
         self._lock = threading.Lock()
         self._inboxes: dict[bytes, list[_Message]] = {}
         self._transports: dict[bytes, LoopbackTransport] = {}
+        self.exported: dict[
+            int, BlockStore
+        ] = {}  # kept as long as the network: a peer may outlive the pool that it reads
 
     def transport(self, name: str) -> LoopbackTransport:
         transport = LoopbackTransport(self, name.encode())
@@ -136,6 +139,16 @@ class LoopbackTransport:
         self._closed_nonces: set[int] = set()
         self._wake = threading.Event()
         self.now_s = 0.0
+
+    def allocate(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def export(self, store: BlockStore) -> bytes:
+        self._network.exported[id(store)] = store
+        return id(store).to_bytes(8, "little")
+
+    def exported(self, data: bytes) -> BlockStore | None:
+        return self._network.exported.get(int.from_bytes(data, "little"))
 
     def settings(self) -> TransportSettings:
         return TransportSettings("loopback", "", {})
@@ -222,6 +235,13 @@ class LoopbackChannel:
     def send_slot(self, slot: int) -> memoryview:
         return memoryview(self._send_slots[slot])
 
+    def exports(self, store: BlockStore | None) -> bytes:
+        return b"" if store is None else self._transport.export(store)
+
+    def attach(self, exports: bytes) -> PeerPool | None:
+        store = self._transport.exported(exports)
+        return None if store is None or store.memory is None else PeerPool(store.memory, store.num_blocks)
+
     def post_frame(self, slot: int) -> None:
         self._post(_Lane(self._nonce, 1 - self._outgoing, False, slot))
 
@@ -235,7 +255,7 @@ class LoopbackChannel:
 
     def send_credit(self, credit: Credit) -> None:
         lane = _Lane(self._nonce, 1 - self._outgoing, True, credit.slot)
-        self._transport.send(self.peer_address, lane, pack_credit(credit.turn, credit.accepted))
+        self._transport.send(self.peer_address, lane, pack_credit(credit.turn, credit.accepted, credit.can_pull))
 
     def poll(self) -> list[ChannelEvent]:
         if not self._lost and not self._transport.is_up(self.peer_address):

@@ -9,6 +9,9 @@ Life of a pair; every `Pair` ends in exactly one PairLost:
 
 A peer may be ready, and send, before we are: its frames are judged in state 1 too. Ours wait for 2.
 
+The probe carries what we export of our memory. Who takes it maps what it can and says in its credit whether it reads our pool:
+then blocks go in direct mode, else staged. Each direction of a pair has a mode of its own.
+
 Runs on the KV thread, or in a test; instants are arguments.
 """
 
@@ -18,7 +21,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config import KVTransferConfig
 from kv_transfer.block_store import BlockStore
@@ -29,6 +32,17 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 
 _log = logging.getLogger(__name__)
+
+
+NONCE_BYTES = 8  # in front of the exports in a probe
+
+
+@dataclass(frozen=True, slots=True)
+class WireView:
+    """The stores of a pair whose ends keep KV differently: what is sent from, what is received into. Such a pair is staged."""
+
+    send: BlockStore
+    receive: BlockStore
 
 
 class PairState(enum.StrEnum):
@@ -45,6 +59,7 @@ class PairStatus:
     pair_nonce: int
     state: PairState
     transport: str  # "" before the pair was ready
+    mode: str  # of what we send: "direct", "staged", "" before the pair was ready
     bytes_sent: int
     bytes_received: int
     num_sent: int  # transfers that were acknowledged or cancelled by their owner
@@ -64,20 +79,25 @@ class Pair:
         pair_nonce: int,
         channel: Channel,
         store: BlockStore,
+        wire: WireView | None,
         config: KVTransferConfig,
         epoch: int,
         emit: Callable[[KVEvent], None],
         now_s: float,
     ) -> None:
+        wire = wire or WireView(store, store)
         self.peer = peer
         self.peer_epoch = peer_epoch
         self.pair_nonce = pair_nonce
         self.channel = channel
         self.state = PairState.PROBING
         self.transport = ""
-        self.sender = Sender(store, emit, channel.frame_bytes, channel.num_slots, config.transfer_timeout_s)
-        self.receiver = Receiver(store, emit, epoch, channel.num_slots, config.max_resends)
+        self.sender = Sender(wire.send, emit, channel.frame_bytes, channel.num_slots, config.transfer_timeout_s)
+        self.receiver = Receiver(wire.receive, emit, epoch, channel.num_slots, config.max_resends)
         self._emit = emit
+        self._direct_required = config.mode == "direct"
+        may_be_read = config.mode != "staged" and wire.send is store and store.memory is not None
+        self._exports = channel.exports(store if may_be_read else None)
         self._probe_deadline_s = now_s + config.hello_timeout_s
         self._silence_limit_s = config.transfer_timeout_s
         self._probe_slot: int | None = None  # the lane our probe went out on
@@ -141,10 +161,16 @@ class Pair:
         _log.info("kv pair lost peer=%s nonce=%016x reason=%s", self.peer, self.pair_nonce, reason)
         self._emit(PairLost(self.peer, self.pair_nonce, reason))
 
+    @property
+    def mode(self) -> str:
+        if self.state is PairState.PROBING:
+            return ""
+        return "direct" if self.sender.can_pull else "staged"
+
     def status(self) -> PairStatus:
         sender, receiver = self.sender, self.receiver
         return PairStatus(
-            self.peer, self.pair_nonce, self.state, self.transport, sender.bytes_sent, receiver.bytes_received,
+            self.peer, self.pair_nonce, self.state, self.transport, self.mode, sender.bytes_sent, receiver.bytes_received,
             sender.num_closed, receiver.num_committed, sender.total_transfer_s, receiver.total_transfer_s,
             self._sending_s,
         )  # fmt: skip
@@ -155,20 +181,31 @@ class Pair:
             return
         if credit.slot == self._probe_slot and credit.turn > 0 and not self._probe_accepted:
             self._probe_accepted = credit.accepted
+            self.sender.can_pull = credit.can_pull
             if not credit.accepted:
                 self.lose("the peer refused our probe frame: it is of another epoch or damaged", now_s)
+            elif self._direct_required and not credit.can_pull:
+                self.lose("kv.mode is direct, and the peer cannot map our block pool: set kv.mode to auto", now_s)
 
     def _judge_one(self, now_s: float) -> bool:
         if not self._arrivals:
             return False
         slot = self._arrivals.popleft()
         memory = self.channel.ring_slot(slot)
+        was_probed = self.receiver.probe is not None
         credit = self.receiver.on_frame(slot, memory, now_s)
+        if credit is not None and self.receiver.probe is not None and not was_probed:
+            self.receiver.peer_pool = self.channel.attach(self.receiver.probe[NONCE_BYTES:])
+            credit = replace(credit, can_pull=self._can_pull())
         erase_header(memory)
         self.channel.post_frame(slot)
         if credit is not None:
             self.channel.send_credit(credit)
         return True
+
+    def _can_pull(self) -> bool:
+        """Whether blocks can go straight from the peer's pool into ours."""
+        return self.receiver.peer_pool is not None and self.receiver.reads_pools
 
     def _send_one(self, now_s: float) -> bool:
         if not self.sender.has_frames():
@@ -192,10 +229,13 @@ class Pair:
             if self._probe_slot is None:
                 return
             memory = self.channel.send_slot(self._probe_slot)
-            payload = self.pair_nonce.to_bytes(8, "little")
+            payload = self.pair_nonce.to_bytes(NONCE_BYTES, "little") + self._exports
             self._send(self._probe_slot, self.sender.fill_probe(self._probe_slot, memory, self.peer_epoch, payload))
-        if self._probe_accepted and self.receiver.probed:
+        if self._probe_accepted and self.receiver.probe is not None:
             self.state = PairState.READY
             self.transport = self.channel.describe()
-            _log.info("kv pair ready peer=%s nonce=%016x transport=%s", self.peer, self.pair_nonce, self.transport)
+            _log.info(
+                "kv pair ready peer=%s nonce=%016x transport=%s mode=%s",
+                self.peer, self.pair_nonce, self.transport, self.mode,
+            )  # fmt: skip
             self._emit(PairReady(self.peer, self.pair_nonce, self.transport))

@@ -18,15 +18,15 @@ from functools import partial
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.block_store import BlockStore
+from kv_transfer.channel import Transport
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import KVEvent, KVLoad
-from kv_transfer.pair import PairStatus
-
-from kv_transfer.channel import Transport
 from kv_transfer.loopback import PROCESS_NETWORK
+from kv_transfer.pair import PairStatus, WireView
 
 _log = logging.getLogger(__name__)
 
+MODES = ("auto", "direct", "staged")
 SPINS = 200  # empty polls before a sleep; fewer lose TCP wake-ups for 100 ms (measured: DESIGN section 6)
 IDLE_WAIT_S = 0.05  # the longest sleep; bounds the delay of a deadline
 DRAIN_S = 5.0  # how long stop() waits for peers to let go of quarantined slots
@@ -37,8 +37,10 @@ def make_transport(config: KVTransferConfig, name: str) -> Transport:
     """The transport that the configuration names.
 
     Raises:
-        ConfigError: unknown name, no RDMA where it is required, or too little shared memory.
+        ConfigError: unknown name or mode, no RDMA where it is required, or too little shared memory.
     """
+    if config.mode not in MODES:
+        raise ConfigError(f"mode is {config.mode!r}; known: {', '.join(MODES)}", field="kv.mode")
     if config.transport == "loopback":
         return PROCESS_NETWORK.transport(name)
     if config.transport == "ucx":
@@ -104,9 +106,16 @@ class KVPlane:
         return self._peers
 
     def connect(
-        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+        self,
+        peer: str,
+        peer_epoch: int,
+        address: bytes,
+        pair_nonce: int,
+        frame_bytes: int,
+        num_slots: int,
+        wire: WireView | None = None,
     ) -> None:
-        self._post(partial(self._core.connect, peer, peer_epoch, address, pair_nonce, frame_bytes, num_slots))
+        self._post(partial(self._core.connect, peer, peer_epoch, address, pair_nonce, frame_bytes, num_slots, wire))
 
     def disconnect(self, peer: str) -> None:
         self._post(partial(self._core.disconnect, peer))

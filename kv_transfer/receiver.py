@@ -11,8 +11,9 @@ Life of an incoming transfer (a ticket); every `open` ends in exactly one Commit
     5 closed      on request, "expired" (silent for `ttl_s`), "peer lost: ...", "damaged": IncomingClosed
 
 A frame is dropped at its header unless it is for this epoch, an open ticket, that ticket's generation, a range inside the
-ticket and above its leading blocks, and the length that range has; it is scattered only if its checksum holds and no frame
-wrote that range before. Every frame, dropped or not, gives its lane back, so a sender never hangs on a stale one; only a
+ticket and above its leading blocks that no frame wrote before, and the length that range has. What it brings, or points at in
+the peer's pool, goes into the ticket's blocks, checksummed on the way; if the checksum fails they are cleared again: nobody reads
+blocks before Committed. Every frame, dropped or not, gives its lane back, so a sender never hangs on a stale one; only a
 second copy of one message gives nothing back, as its lane was given back with the first.
 
 Pure: no thread, clock or socket; instants are arguments. Runs on the KV thread, or in a test. Scatter is synchronous: after
@@ -24,10 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.kv_copy import copy_blocks
 from kv_transfer.block_store import BlockStore
-from kv_transfer.channel import Credit
+from kv_transfer.channel import Credit, PeerPool
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
-from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, crc32c, read_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, crc32c, read_header
 
 EXPIRED = "expired"
 DAMAGED = "damaged"
@@ -71,13 +73,19 @@ class Receiver:
         self._max_resends = max_resends
         self._turns = [0] * num_slots  # frames taken from each lane
         self._tickets: dict[int, _Ticket] = {}
-        self.probed = False  # whether the peer's probe frame came
+        self.peer_pool: PeerPool | None = None  # where frames of direct mode point
+        self.probe: bytes | None = None  # the payload of the peer's probe frame, once it came
         self.bytes_received = 0
         self.frames_dropped = 0
         self.num_failed = 0
         self.num_expired = 0
         self.num_committed = 0
         self.total_transfer_s = 0.0  # open -> Committed, summed
+
+    @property
+    def reads_pools(self) -> bool:
+        """Whether blocks can be copied straight into ours."""
+        return self._store.memory is not None
 
     @property
     def num_open(self) -> int:
@@ -149,8 +157,9 @@ class Receiver:
             return False
         payload = frame[HEADER_BYTES : HEADER_BYTES + header.nbytes]
         if header.kind is Kind.PROBE:
-            self.probed = crc32c(payload) == header.payload_crc
-            return self.probed
+            whole = crc32c(payload) == header.payload_crc
+            self.probe = bytes(payload) if whole else None
+            return whole
         ticket = self._tickets.get(header.seq)
         if ticket is None or ticket.generation != header.generation or not self._in_range(header, ticket):
             return False
@@ -160,16 +169,20 @@ class Receiver:
             return True  # a resent frame whose first copy came after all
         mask = ((1 << header.num_layers) - 1) << header.layer_start
         blocks = range(header.block_start, header.block_start + header.num_blocks)
-        if crc32c(payload) != header.payload_crc or any(ticket.layers_written[block] & mask for block in blocks):
+        fresh = not any(ticket.layers_written[block] & mask for block in blocks)
+        if not (fresh and self._write(ticket, header, payload)):
             ticket.damaged.add(header.index)
             self._restart_quiet(ticket, now_s)
             return False
-        self._write(ticket, header, payload, mask, blocks)
+        for block in blocks:
+            ticket.layers_written[block] |= mask
+        self._count(ticket, header)
         self._settle(ticket, now_s)
         return True
 
     def _in_range(self, header: FrameHeader, ticket: _Ticket) -> bool:
         layout = self._store.layout
+        payload_bytes = PLACE_BYTES * header.num_blocks if header.kind is Kind.PULL else self._kv_bytes(header)
         return (
             header.num_blocks > 0
             and header.num_layers > 0
@@ -177,19 +190,39 @@ class Receiver:
             and header.block_start + header.num_blocks <= len(ticket.block_ids)
             and header.layer_start + header.num_layers <= layout.num_layers
             and header.index < len(ticket.block_ids) * layout.num_layers
-            and header.nbytes == header.num_blocks * header.num_layers * layout.layer_block_bytes
+            and header.nbytes == payload_bytes
         )
 
-    def _write(self, ticket: _Ticket, header: FrameHeader, payload: memoryview, mask: int, blocks: range) -> None:
-        block_ids = ticket.block_ids[blocks.start : blocks.stop]
-        self._store.scatter(block_ids, header.layer_start, header.num_layers, payload)
-        for block in blocks:
-            ticket.layers_written[block] |= mask
+    def _write(self, ticket: _Ticket, header: FrameHeader, payload: memoryview) -> bool:
+        """Copy a frame's KV into its blocks; False, and nothing of it is left there, if it is not what was sent."""
+        block_ids = ticket.block_ids[header.block_start : header.block_start + header.num_blocks]
+        if header.kind is Kind.PULL:
+            crc = self._pull(block_ids, header, payload.cast("I"))
+        else:
+            crc = self._store.scatter(block_ids, header.layer_start, header.num_layers, payload)
+        if crc != header.payload_crc:
+            self._store.clear(block_ids, header.layer_start, header.num_layers)
+        return crc == header.payload_crc
+
+    def _pull(self, block_ids: Sequence[int], header: FrameHeader, places: memoryview) -> int | None:
+        """Read blocks at `places` of the peer's pool into ours; the crc32c of what was read, None for places it has not."""
+        pool = self.peer_pool
+        if pool is None or self._store.memory is None or max(places) >= pool.num_blocks:
+            return None
+        return copy_blocks(
+            self._store.layout, pool.memory, pool.num_blocks, places, self._store.memory, self._store.num_blocks,
+            block_ids, header.layer_start, header.num_layers,
+        )  # fmt: skip
+
+    def _count(self, ticket: _Ticket, header: FrameHeader) -> None:
         ticket.frames.add(header.index)
         ticket.last_index = max(ticket.last_index, header.index)
         ticket.damaged.discard(header.index)
-        ticket.nbytes += header.nbytes
-        self.bytes_received += header.nbytes
+        ticket.nbytes += self._kv_bytes(header)
+        self.bytes_received += self._kv_bytes(header)
+
+    def _kv_bytes(self, header: FrameHeader) -> int:
+        return header.num_blocks * header.num_layers * self._store.layout.layer_block_bytes
 
     def _settle(self, ticket: _Ticket, now_s: float) -> None:
         """Commit, if what came is exactly what was promised; close, if it can never be."""

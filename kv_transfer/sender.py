@@ -9,25 +9,32 @@ Life of an outgoing transfer; each is left for 5 exactly once, and every `open` 
                  in 3: `transfer_timeout_s` after Shipped            -> 5
     5 closed     OutgoingClosed; its blocks are not read again
 
+In direct mode (`can_pull`) a frame carries the places of its blocks and the crc32c of their KV; the receiver reads them here, so
+they must stay until the Ack. A transfer that closes before may have its blocks overwritten while they are read: the checksum
+then fails there, and the ticket is gone or will be.
+
 Life of a send slot: starved (no credit yet) -> free -> busy (sending, credit outstanding) -> free when both the send is done
 and the credit is back. A slot is refilled only when free, so bytes under way are never overwritten; blocks are copied into
-the slot at once, so a transfer can close while its frames are still under way.
+the slot at once (staged mode), so a transfer can close while its frames are still under way.
 
 Pure: no thread, clock or socket; instants are arguments. Runs on the KV thread, or in a test.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.kv_copy import checksum
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
-from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, crc32c, write_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, crc32c, write_header
 from kv_transfer.transfer_plan import FramePlan, plan_frames
 
+PULL_BYTES = 8 << 20  # KV of one frame in direct mode. Measured: docs/kv_transfer.md
 LEASE_EXPIRED = "lease expired"
 
 
@@ -74,6 +81,7 @@ class Sender:
         self._emit = emit
         self._frame_bytes = frame_bytes
         self._transfer_timeout_s = transfer_timeout_s
+        self.can_pull = False  # whether the peer reads our blocks by itself: direct mode
         self._lanes = [_Lane() for _ in range(num_slots)]
         self._transfers: dict[int, _Transfer] = {}
         self._queue: deque[tuple[_Transfer, FramePlan]] = deque()
@@ -120,7 +128,7 @@ class Sender:
         transfer.block_ids = tuple(block_ids)
         stop = min(num_ready_blocks, transfer.num_blocks)
         if stop > transfer.next_block:
-            frames = plan_frames(self._store.layout, self._frame_bytes, transfer.next_block, stop, len(transfer.frames))
+            frames = self._plan(transfer.next_block, stop, len(transfer.frames))
             transfer.frames += frames
             transfer.next_block = stop
             self._enqueue(transfer, frames)
@@ -187,19 +195,25 @@ class Sender:
         """Write the next queued frame into `memory`, the send slot of a lane just taken; returns its length."""
         transfer, plan = self._queue.popleft()
         transfer.num_queued -= 1
-        nbytes = plan.nbytes(self._store.layout)
-        payload = memory[HEADER_BYTES : HEADER_BYTES + nbytes]
         block_ids = transfer.block_ids[plan.block_start : plan.block_start + plan.num_blocks]
-        self._store.gather(block_ids, plan.layer_start, plan.num_layers, payload)
-        self._seal(slot, memory, Kind.DATA, transfer.epoch, transfer.seq, transfer.generation, plan, nbytes)
-        self.bytes_sent += nbytes
+        if self.can_pull:
+            kind, payload_bytes = Kind.PULL, PLACE_BYTES * plan.num_blocks
+            crc = self._point_at(block_ids, plan, memory[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+        else:
+            kind, payload_bytes = Kind.DATA, plan.nbytes(self._store.layout)
+            payload = memory[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+            crc = self._store.gather(block_ids, plan.layer_start, plan.num_layers, payload)
+        self._seal(slot, memory, kind, transfer.epoch, transfer.seq, transfer.generation, plan, payload_bytes, crc)
+        self.bytes_sent += plan.nbytes(self._store.layout)
         self._finish_if_posted(transfer, now_s)
-        return HEADER_BYTES + nbytes
+        return HEADER_BYTES + payload_bytes
 
     def fill_probe(self, slot: int, memory: memoryview, epoch: int, payload: bytes) -> int:
         """Write a probe frame for the receiver of `epoch` into the send slot of a lane just taken; returns its length."""
         memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        self._seal(slot, memory, Kind.PROBE, epoch, 0, 0, FramePlan(0, 0, 0, 0, 0), len(payload))
+        self._seal(
+            slot, memory, Kind.PROBE, epoch, 0, 0, FramePlan(0, 0, 0, 0, 0), len(payload), crc32c(memoryview(payload))
+        )
         return HEADER_BYTES + len(payload)
 
     def poll(self, now_s: float) -> None:
@@ -214,6 +228,22 @@ class Sender:
         waiting = [lane.sent_s for lane in self._lanes if lane.turn > 0 and not lane.has_credit]
         return min(waiting, default=None)
 
+    def _plan(self, block_start: int, block_stop: int, first_index: int) -> list[FramePlan]:
+        frame_bytes = self._frame_bytes
+        layout = self._store.layout
+        if self.can_pull:  # only the places travel, so the slot is no limit; a frame is at least one block
+            most_blocks = (frame_bytes - HEADER_BYTES) // PLACE_BYTES
+            frame_bytes = HEADER_BYTES + max(layout.block_bytes, min(PULL_BYTES, most_blocks * layout.block_bytes))
+        return plan_frames(layout, frame_bytes, block_start, block_stop, first_index)
+
+    def _point_at(self, block_ids: Sequence[int], plan: FramePlan, payload: memoryview) -> int:
+        """Write the blocks' places into `payload`; returns the crc32c of their KV."""
+        assert self._store.memory is not None, "direct mode without a pool in host memory"
+        payload[:] = array("I", block_ids).tobytes()
+        return checksum(
+            self._store.layout, self._store.memory, self._store.num_blocks, block_ids, plan.layer_start, plan.num_layers
+        )
+
     def _seal(
         self,
         slot: int,
@@ -224,12 +254,13 @@ class Sender:
         generation: int,
         plan: FramePlan,
         nbytes: int,
+        crc: int,
     ) -> None:
         """Put the header before a payload that is in `memory` already, and count the lane's turn."""
         lane = self._lanes[slot]
         header = FrameHeader(
             kind, epoch, seq, generation, plan.index, plan.block_start, plan.num_blocks, plan.layer_start,
-            plan.num_layers, nbytes, lane.turn, crc32c(memory[HEADER_BYTES : HEADER_BYTES + nbytes]),
+            plan.num_layers, nbytes, lane.turn, crc,
         )  # fmt: skip
         write_header(memory, header)
         lane.turn += 1

@@ -32,17 +32,20 @@ from typing import Any
 
 import numpy as np
 import ucxx
-from baton.config import KVTransferConfig
-from baton.errors import ConfigError, TransferFailed
-from kv_transfer.events import TransportSettings
-from kv_transfer.frame import CREDIT_BYTES, crc32c, pack_credit, unpack_credit
-from kv_transfer.liveness import ProcessIdentity, own_identity
-from kv_transfer.rdma import is_rdma, missing_for_rdma
-from kv_transfer.ucp_query import endpoint_transports
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
-from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
+from baton.config import KVTransferConfig
+from baton.errors import ConfigError, TransferFailed
+from kv_transfer.block_store import BlockStore
+from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, PeerPool, SendDone
+from kv_transfer.events import TransportSettings
+from kv_transfer.frame import CREDIT_BYTES, HEADER_BYTES, crc32c, pack_credit, unpack_credit
+from kv_transfer.liveness import ProcessIdentity, own_identity
+from kv_transfer.rdma import is_rdma, missing_for_rdma
+from kv_transfer.ucp_memory import MappedRegion, Region, allocate, map_region
+from kv_transfer.ucp_query import endpoint_transports
+from kv_transfer.ucx_exports import Exports, PoolExport, unpack_exports
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class UcxTransport:
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         self.address = _pack_address(self._worker.address.tobytes(), own_identity())
+        self._regions: list[Region] = []  # allocated for block pools
         self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
         self._closing_until_s = 0.0
@@ -99,6 +103,22 @@ class UcxTransport:
         self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._epoll.register(self._event_fd, select.EPOLLIN)
+
+    def allocate(self, nbytes: int) -> memoryview:
+        memory, region = allocate(self._context, nbytes)
+        self._regions.append(region)
+        return memory
+
+    def allocate_ring(self, nbytes: int) -> tuple[memoryview, Region]:
+        return allocate(self._context, nbytes)
+
+    def export_pool(self, store: BlockStore) -> PoolExport | None:
+        """None where the pool does not lie in memory of this transport."""
+        memory = store.memory
+        for region in self._regions:
+            if memory is not None and region.holds(memory.address, memory.nbytes):
+                return PoolExport(region, memory, store.num_blocks)
+        return None
 
     def settings(self) -> TransportSettings:
         """What UCX runs with: the options that we or kv.ucx set, as UCX reports them where it does."""
@@ -205,9 +225,10 @@ class UcxChannel:
         self._process = process if process.is_running() else None  # None: not to be seen from here
         self._base = ((nonce ^ nonce >> 48) & 0xFFFF_FFFF_FFFF) << 16
         self._outgoing = outgoing_lane
-        self._memory: memoryview | None = memoryview(
-            mmap.mmap(-1, 2 * num_slots * frame_bytes, flags=_MAP_FLAGS)
-        )  # ring, then send slots
+        self._ring_memory, self._ring_region = transport.allocate_ring(num_slots * frame_bytes)
+        self._send_memory = memoryview(mmap.mmap(-1, num_slots * frame_bytes))  # touched where `attach` maps nothing
+        self._peer_ring: MappedRegion | None = None
+        self._peer_pool: MappedRegion | None = None
         self._credits = np.zeros((num_slots, CREDIT_BYTES), dtype=np.uint8)
         self._ring = [Array(self.ring_slot(slot)) for slot in range(num_slots)]
         self._frame_receives: dict[int, Any] = {}  # by slot
@@ -225,11 +246,29 @@ class UcxChannel:
         return "+".join(dict.fromkeys(names))
 
     def ring_slot(self, slot: int) -> memoryview:
-        assert self._memory is not None, "the channel is closed"
-        return self._memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
+        return self._ring_memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
 
     def send_slot(self, slot: int) -> memoryview:
-        return self.ring_slot(self.num_slots + slot)
+        return self._send_memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
+
+    def exports(self, store: BlockStore | None) -> bytes:
+        pool = None if store is None else self._transport.export_pool(store)
+        return Exports(self._ring_region, pool).pack()
+
+    def attach(self, exports: bytes) -> PeerPool | None:
+        told = unpack_exports(exports)
+        if told is None or told.ring.nbytes != self.num_slots * self.frame_bytes:
+            return None
+        self._peer_ring = map_region(self._endpoint.handle, told.ring)
+        if self._peer_ring is None:
+            self._send_memory = memoryview(mmap.mmap(-1, len(self._send_memory), flags=_MAP_FLAGS))
+            return None
+        self._peer_ring.prefault()
+        self._send_memory = self._peer_ring.view()
+        self._peer_pool = None if told.pool is None else map_region(self._endpoint.handle, told.pool.region)
+        if told.pool is None or self._peer_pool is None:
+            return None
+        return PeerPool(told.pool.at(self._peer_pool.address), told.pool.num_blocks)
 
     def post_frame(self, slot: int) -> None:
         tag = self._tag(1 - self._outgoing, False, slot)
@@ -240,11 +279,13 @@ class UcxChannel:
         self._credit_receives[slot] = self._endpoint.tag_recv(Array(self._credits[slot]), tag)
 
     def send_frame(self, slot: int, nbytes: int) -> None:
+        if self._peer_ring is not None:
+            nbytes = HEADER_BYTES  # the rest was written in place
         tag = self._tag(self._outgoing, False, slot)
         self._sends[slot] = self._endpoint.tag_send(Array(self.send_slot(slot)[:nbytes]), tag)
 
     def send_credit(self, credit: Credit) -> None:
-        data = Array(bytearray(pack_credit(credit.turn, credit.accepted)))
+        data = Array(bytearray(pack_credit(credit.turn, credit.accepted, credit.can_pull)))
         tag = self._tag(1 - self._outgoing, True, credit.slot)
         self._credit_sends.append((self._endpoint.tag_send(data, tag), data))
 
@@ -295,7 +336,11 @@ class UcxChannel:
             requests_by_slot.clear()
         self._credit_sends.clear()
         self._ring.clear()
-        self._goodbye_receive = self._endpoint = self._memory = None
+        self._ring_memory = self._send_memory = memoryview(b"")
+        for mapped in (self._peer_pool, self._peer_ring):
+            if mapped is not None:
+                mapped.close()
+        self._goodbye_receive = self._endpoint = self._peer_pool = self._peer_ring = None
         return True
 
     def incoming_tags(self) -> list[Any]:

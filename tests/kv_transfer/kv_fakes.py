@@ -21,11 +21,18 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", blo
 class ByteStore:
     """Blocks as an array [layer][component][block][bytes]; remembers which blocks were read, written and cleared."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, num_blocks: int = 32, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout = LAYOUT,
+        num_blocks: int = 32,
+        seed: int | None = None,
+        buffer: memoryview | None = None,
+    ) -> None:
+        """Random bytes if there is a seed, else zeros; in `buffer` if it is given."""
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (layout.num_layers, layout.num_components, num_blocks, layout.run_bytes)
-        self.data = np.zeros(shape, dtype=np.uint8)
+        self.data = np.zeros(shape, dtype=np.uint8) if buffer is None else np.asarray(buffer).reshape(shape)
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, size=shape, dtype=np.uint8)
         self.memory = KVMemory.dense(self.data.ctypes.data, layout, num_blocks)
@@ -65,10 +72,11 @@ class TwoCores:
         num_slots: int = 3,
         frame_bytes: int = frame_bytes_for(6),
         num_blocks: int = 32,
+        mode: str = "staged",
     ) -> None:
         self.now_s = 100.0
         self.network = LoopbackNetwork(faults)
-        self.config = KVTransferConfig(transport="loopback", frame_bytes=frame_bytes, num_slots=num_slots)
+        self.config = KVTransferConfig(transport="loopback", mode=mode, frame_bytes=frame_bytes, num_slots=num_slots)
         self.store_a = ByteStore(num_blocks=num_blocks, seed=1)
         self.store_b = ByteStore(num_blocks=num_blocks)
         self.events_a: list[KVEvent] = []

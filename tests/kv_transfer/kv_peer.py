@@ -1,6 +1,6 @@
 """A worker process with nothing but a KV plane, driven over its standard input.
 
-    python kv_peer.py TLS FRAME_BYTES SEED NUM_BLOCKS
+    python kv_peer.py TLS MODE FRAME_BYTES SEED NUM_BLOCKS
 
 Each input line is a JSON list [method of KVPlane, *arguments]; bytes travel as hex. Each event is printed as [name, *fields]. The
 first line printed is ["address", hex]. `blocks [ids]` answers with the digest of those blocks, `load` with the plane's gauges,
@@ -10,6 +10,7 @@ first line printed is ["address", hex]. `blocks [ids]` answers with the digest o
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import threading
 from baton.config import KVTransferConfig
 from baton.kv_layout import KVLayout
 from kv_transfer.events import KVEvent
-from kv_transfer.plane import KVPlane
+from kv_transfer.plane import KVPlane, make_transport
 from tests.kv_transfer.kv_fakes import ByteStore
 
 PEER_LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32")  # 16 KiB per layer and block
@@ -39,10 +40,12 @@ def resources() -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    tls, frame_bytes, seed, num_blocks = sys.argv[1], *map(int, sys.argv[2:5])
+    tls, mode, frame_bytes, seed, num_blocks = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
     before = resources()
-    store = ByteStore(PEER_LAYOUT, num_blocks, seed or None)
-    plane = KVPlane(store, KVTransferConfig(ucx_tls=tls, frame_bytes=frame_bytes), os.getpid(), say_event)
+    config = KVTransferConfig(ucx_tls=tls, mode=mode, frame_bytes=frame_bytes)
+    transport = make_transport(config, "")
+    store = ByteStore(PEER_LAYOUT, num_blocks, seed or None, transport.allocate(num_blocks * PEER_LAYOUT.block_bytes))
+    plane = KVPlane(store, config, os.getpid(), say_event, transport)
     plane.start()
     say("address", plane.address.hex())
     for line in sys.stdin:
@@ -59,6 +62,8 @@ def main() -> None:
                 say("peers", {peer: dataclasses.asdict(status) for peer, status in plane.peers().items()})
             case "stop":
                 plane.stop()
+                del plane, transport, store  # the pool's memory, and UCX's context, live as long as its views
+                gc.collect()
                 say("stopped", before, resources())
                 return
             case _:

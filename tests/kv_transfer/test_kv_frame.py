@@ -67,7 +67,7 @@ def test_the_layout_on_the_wire_is_fixed() -> None:
     header = FrameHeader(Kind.DATA, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
     slot = slot_with(header)
     assert slot[:4] == b"BKV1"
-    assert struct.unpack_from("<HBBQQ9I", slot, 4) == (1, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+    assert struct.unpack_from("<HBBQQ9I", slot, 4) == (2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 
 
 def test_the_checksum_is_crc32c() -> None:
@@ -76,12 +76,12 @@ def test_the_checksum_is_crc32c() -> None:
 
 @given(U32, st.booleans())
 def test_a_credit_is_read_back_as_it_was_written(turn: int, accepted: bool) -> None:
-    assert unpack_credit(memoryview(pack_credit(turn, accepted))) == (turn, accepted)
+    assert unpack_credit(memoryview(pack_credit(turn, accepted, not accepted))) == (turn, accepted, not accepted)
 
 
 @given(U32, st.booleans(), st.integers(0, CREDIT_BYTES - 1), st.integers(1, 255))
 def test_a_credit_with_one_changed_byte_is_refused(turn: int, accepted: bool, place: int, change: int) -> None:
-    data = bytearray(pack_credit(turn, accepted))
+    data = bytearray(pack_credit(turn, accepted, True))
     data[place] ^= change
     assert unpack_credit(memoryview(data)) is None
 

@@ -15,7 +15,7 @@ from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.plane import KVPlane
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
-CONFIG = KVTransferConfig(transport="loopback", frame_bytes=frame_bytes_for(6), num_slots=3)
+CONFIG = KVTransferConfig(transport="loopback", mode="staged", frame_bytes=frame_bytes_for(6), num_slots=3)
 PATIENCE_S = 30.0  # other work shares these cores
 
 
