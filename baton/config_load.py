@@ -24,6 +24,7 @@ import yaml
 
 from baton.config import KV_DTYPE_ALIASES, ClusterConfig
 from baton.errors import ConfigError
+from baton.kv_layout import wire_dtype
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -341,12 +342,27 @@ def _check_together(cluster: ClusterConfig) -> None:
             f"kv.require_rdma is set, but kv.transport = {cluster.kv.transport} has no RDMA: use ucx",
             field="kv.require_rdma",
         )
+    _check_decode_dtype(cluster)
     engine = cluster.engine
     if engine.chunk_tokens > engine.max_num_batched_tokens:
         raise ConfigError(
             f"engine.chunk_tokens = {engine.chunk_tokens}: must be at most engine.max_num_batched_tokens"
             f" = {engine.max_num_batched_tokens} (a chunk has to fit in a step)",
             field="engine.chunk_tokens",
+        )
+
+
+def _check_decode_dtype(cluster: ClusterConfig) -> None:
+    if cluster.decode_kv_cache_dtype == "auto":
+        return
+    where = f"decode_kv_cache_dtype = {cluster.decode_kv_cache_dtype!r}"
+    if cluster.decode == 0:
+        raise ConfigError(f"{where}: there is no decode pool; set engine.kv_cache_dtype", field="decode_kv_cache_dtype")
+    sent, kept = (cluster.engine_of(role).kv_dtype(cluster.model.dtype) for role in ("prefill", "decode"))
+    if wire_dtype(sent, kept) is None:
+        raise ConfigError(
+            f"{where}: prefill workers keep {sent}, which can be sent as {sent} or float8_e4m3 (fp8) only",
+            field="decode_kv_cache_dtype",
         )
 
 

@@ -13,6 +13,14 @@ SCALE_BYTES = 4  # float32; follows each fp8 head vector, so that a new token ne
 DEFAULT_BLOCK_SIZE = 16  # tokens; DESIGN section 5
 
 
+def wire_dtype(sender: str, receiver: str) -> str | None:
+    """What goes from one pool into another: the receiver's dtype, or None where it cannot be made of the sender's.
+
+    KV is only ever rounded to 8 bits on the way; nothing else pays for a second rounding, and lost bits do not come back.
+    """
+    return receiver if receiver in (sender, "float8_e4m3") else None
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     num_layers: int  # L

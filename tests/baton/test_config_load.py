@@ -23,6 +23,18 @@ def test_later_sources_win_and_every_value_knows_its_origin(tmp_path: Path) -> N
     assert any(line.startswith("prefill = 2 ") and line.endswith("# file cluster.yaml") for line in loaded.describe())
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3"])
+def test_the_decode_pool_may_keep_kv_in_8_bits_under_any_of_its_names(name: str) -> None:
+    cluster = load(None, {}, {"decode_kv_cache_dtype": ("--decode-kv-cache-dtype", name)}).config
+    dtypes = {role: cluster.engine_of(role).kv_dtype(cluster.model.dtype) for role in ("prefill", "decode", "both")}
+    assert dtypes == {"prefill": "float32", "decode": "float8_e4m3", "both": "float32"}
+    assert cluster.engine_of("prefill") == cluster.engine
+    assert (
+        load(None, {}, {"engine.kv_cache_dtype": ("--kv-cache-dtype", name)}).config.engine.kv_dtype("bfloat16")
+        == "float8_e4m3"
+    )
+
+
 def test_the_router_serves_the_cluster_s_model() -> None:
     assert load(None, {"BATON__MODEL__PATH": "somewhere"}, {}).config.router.model.path == "somewhere"
 
@@ -40,6 +52,18 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__PREFILL": "0"}, ["prefill = 0", "--colocated"]),
         ({"BATON__ENGINE__KV_MEMORY_BYTES": "5"}, ["engine.kv_memory_bytes", "at least 1048576"]),
         ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e5m2"}, ["float8_e5m2", "float16, float8_e4m3, fp8"]),
+        (
+            {"BATON__DECODE_KV_CACHE_DTYPE": "bfloat16"},
+            ["decode_kv_cache_dtype", "prefill workers keep float32", "float8_e4m3 (fp8) only"],
+        ),
+        (
+            {"BATON__DECODE_KV_CACHE_DTYPE": "float32", "BATON__ENGINE__KV_CACHE_DTYPE": "fp8"},
+            ["decode_kv_cache_dtype", "prefill workers keep float8_e4m3"],
+        ),
+        (
+            {"BATON__DECODE_KV_CACHE_DTYPE": "fp8", "BATON__PREFILL": "0", "BATON__DECODE": "0", "BATON__BOTH": "1"},
+            ["decode_kv_cache_dtype", "no decode pool", "engine.kv_cache_dtype"],
+        ),
         ({"BATON__ROUTER__HTTP_PORT": "50051"}, ["router.http_port", "router.grpc_port", "both 50051"]),
         ({"BATON__ENGINE__CHUNK_TOKENS": "4096"}, ["engine.chunk_tokens", "4096", "2048"]),
         ({"BATON__KV__UCX": "x"}, ["kv.ucx", "section"]),
