@@ -77,9 +77,11 @@ class ScriptedRunner:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         script: Mapping[int, Sequence[int]] | None = None,
         before_run: Callable[[Batch], None] | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         """`script` maps a seq to its whole output; `before_run` sees each batch first and may raise."""
-        self.kv_cache = ScriptedKVCache(layout, num_blocks)
+        buffer = None if allocate is None else allocate(num_blocks * layout.block_bytes)
+        self.kv_cache = ScriptedKVCache(layout, num_blocks, buffer)
         self.vocab_size = vocab_size
         self.script = dict(script or {})
         self.before_run = before_run

@@ -6,6 +6,8 @@ nothing runs behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from baton.config import EngineConfig
@@ -45,8 +47,14 @@ class TorchRunner:
         return results
 
 
-def load_torch_runner(files: ModelFiles, engine: EngineConfig, dtype: str, num_blocks: int = 0) -> TorchRunner:
-    """Load the weights and make a KV cache of `num_blocks`, 0 = what `engine` says.
+def load_torch_runner(
+    files: ModelFiles,
+    engine: EngineConfig,
+    dtype: str,
+    num_blocks: int = 0,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> TorchRunner:
+    """Load the weights and make a KV cache of `num_blocks`, 0 = what `engine` says, in memory of `allocate` if given.
 
     Raises: ConfigError naming the option, for a dtype we lack, a damaged file or too little memory.
     """
@@ -69,7 +77,8 @@ def load_torch_runner(files: ModelFiles, engine: EngineConfig, dtype: str, num_b
     _check_memory(files, DTYPE_BYTES[dtype], num_blocks * layout.block_bytes)
     architecture = ARCHITECTURES[files.spec.architecture]
     weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
-    return TorchRunner(architecture(files.spec, weights), TorchKVCache(layout, num_blocks))
+    buffer = None if allocate is None else allocate(num_blocks * layout.block_bytes)
+    return TorchRunner(architecture(files.spec, weights), TorchKVCache(layout, num_blocks, buffer))
 
 
 def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:

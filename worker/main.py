@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from baton.config import WorkerConfig
@@ -16,10 +15,10 @@ from baton.config_load import from_json
 from baton.errors import ConfigError
 from baton.log import configure
 from worker.engine_thread import favour_the_loop
-from worker.server import LoadedModel, WorkerServer, load_torch_model
+from worker.server import LoadModel, WorkerServer, load_torch_model
 
 
-def main(load_model: Callable[[WorkerConfig], LoadedModel] = load_torch_model) -> int:
+def main(load_model: LoadModel = load_torch_model) -> int:
     """Run one worker to its end. Returns the exit status. `load_model`: tests bring a runner of their own."""
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,7 +31,7 @@ from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
 from engine.ports import Runner
 from kv_transfer.events import KVEvent
-from kv_transfer.plane import KVPlane
+from kv_transfer.plane import KVPlane, make_transport
 from worker.host import RoleBuilder, WorkerHost
 from worker.session_service import SessionService
 
@@ -60,8 +61,14 @@ class LoadedModel:
     runner: Runner
 
 
-def load_torch_model(config: WorkerConfig) -> LoadedModel:
-    """Read the model's files and weights.
+Allocate: TypeAlias = Callable[
+    [int], memoryview
+]  # bytes wanted -> zeroed memory that peers may map, if the transport can
+LoadModel: TypeAlias = Callable[[WorkerConfig, Allocate], LoadedModel]
+
+
+def load_torch_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
+    """Read the model's files and weights; the KV cache lies in memory of `allocate`.
 
     Raises:
         ConfigError: missing or damaged files, too little memory.
@@ -69,7 +76,7 @@ def load_torch_model(config: WorkerConfig) -> LoadedModel:
     from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
 
     files = load_model_files(config.model.path)
-    return LoadedModel(files.spec, load_torch_runner(files, config.engine, config.model.dtype))
+    return LoadedModel(files.spec, load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate))
 
 
 class WorkerServer:
@@ -79,7 +86,7 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         on_fatal: Callable[[BaseException], None] | None = None,
-        load_model: Callable[[WorkerConfig], LoadedModel] = load_torch_model,
+        load_model: LoadModel = load_torch_model,
     ) -> None:
         self._config = config
         self._load_model = load_model
@@ -145,7 +152,12 @@ class WorkerServer:
 
     async def _serve(self) -> None:
         config = self._config
-        model = self._load_model(config)
+        transport = make_transport(config.kv, f"{self.epoch:016x}")
+        try:
+            model = self._load_model(config, transport.allocate)
+        except BaseException:
+            transport.close()
+            raise
         kv_cache = model.runner.kv_cache
         self.fingerprint = model.spec.fingerprint
         engine = LocalEngine(
@@ -155,7 +167,7 @@ class WorkerServer:
             eos_token_ids=model.spec.eos_token_ids,
             max_model_len=max_model_len(config, model.spec),
         )
-        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event, on_fatal=self._forward_kv_failure)
+        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event, transport, self._forward_kv_failure)
         plane.start()
         try:
             self._host = WorkerHost(

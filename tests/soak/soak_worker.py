@@ -16,7 +16,7 @@ from engine.scripted_runner import ScriptedRunner
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.scripted_worker import LAYOUT, SPEC
 from worker.main import main
-from worker.server import LoadedModel
+from worker.server import Allocate, LoadedModel
 
 
 class TellingRunner(ScriptedRunner):
@@ -28,9 +28,9 @@ class TellingRunner(ScriptedRunner):
             raise
 
 
-def load_scripted_model(config: WorkerConfig) -> LoadedModel:
+def load_scripted_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
     """The scripted model with the tiny models' vocabulary, since the router serves a tiny model's tokenizer."""
-    runner = TellingRunner(LAYOUT, config.engine.num_blocks, vocab_size=VOCAB_SIZE)
+    runner = TellingRunner(LAYOUT, config.engine.num_blocks, vocab_size=VOCAB_SIZE, allocate=allocate)
     return LoadedModel(dataclasses.replace(SPEC, vocab_size=VOCAB_SIZE), runner)
 
 

@@ -31,7 +31,7 @@ class ScriptedWorker:
     def __init__(self, config: WorkerConfig, num_blocks: int = 256, spec: ModelSpec = SPEC) -> None:
         self.runner = ScriptedRunner(LAYOUT, num_blocks)
         self.fatal: list[BaseException] = []
-        self.server = WorkerServer(config, self.fatal.append, lambda _: LoadedModel(spec, self.runner))
+        self.server = WorkerServer(config, self.fatal.append, lambda *_: LoadedModel(spec, self.runner))
         self.config = config
 
     @property
