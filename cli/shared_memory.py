@@ -18,18 +18,20 @@ class SharedMemory:
     def __init__(self) -> None:
         self._before = {entry.name for entry in _FOLDER.iterdir()}
 
+    def unused(self) -> list[Path]:
+        """The run's files that no living process uses."""
+        new = [entry for entry in _FOLDER.iterdir() if entry.name not in self._before and _is_mine(entry)]
+        in_use = _mapped(new)
+        return [entry for entry in new if entry not in in_use]
+
     def clean(self) -> list[str]:
         """Remove the run's files.
 
         Returns:
             Those that could not be removed, one line each.
         """
-        new = [entry for entry in _FOLDER.iterdir() if entry.name not in self._before and _is_mine(entry)]
-        in_use = _mapped(new)
         left = []
-        for entry in new:
-            if entry in in_use:
-                continue
+        for entry in self.unused():
             try:
                 entry.unlink(missing_ok=True)
             except OSError as error:

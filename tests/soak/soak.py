@@ -1,6 +1,6 @@
-"""A soak: load and faults in turns with rests, at which nothing may be left of either.
+"""A soak: storms and rests in turns; at a rest nothing may be left of the storm.
 
-    storm   clients call, workers are killed, stopped, cut off                       REST_EVERY_S
+    storm   clients call; workers are killed, stopped, cut off                                              storm_s
     rest    faults end, calls end, then: every gauge idle, every link proved, plain calls right, footprints taken
 
 The seed decides every draw; the moments are the machine's. Findings are lines, so one soak shows all of them.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.soak_cluster import CALL_TIMEOUT_S, Member, SoakCluster, Start
 from tests.soak.soak_faults import ROOMY_BLOCKS, Fault, Faults
-from tests.soak.soak_growth import Footprint, footprint
+from tests.soak.soak_growth import Rest, footprint, growth, rss_slopes
 from tests.soak.soak_load import Asked, Kind, Load
 
 MEMBERS = (
@@ -26,15 +26,28 @@ MEMBERS = (
     Member("decode-1", "decode", mortal=True),
 )
 NUM_CLIENTS = 8  # enough that every stage of a call is under way somewhere when a fault strikes
-REST_EVERY_S = 25.0
 # DESIGN section 5: a silent peer's blocks are free within lease + 1 s = 6 s; the rest is what two busy cores may take.
 IDLE_S = 20.0
 NUM_PLAIN = 4  # as many as there are pairs
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One soak with one model. `asked(index)` gives the calls and what must come of them."""
+
+    worker_module: str
+    model_dir: Path
+    asked: Callable[[int], Asked]
+    seed: int
+    num_storms: int
+    storm_s: float
+    mean_gap_s: float  # between two faults
+    max_bytes_per_call: float  # of growth, in any long-lived process
+    prefix_cache: bool = True
+
+
 @dataclass(slots=True)
 class Report:
-    seed: int
     num_calls: int = 0
     num_finished: int = 0
     num_handoffs: int = 0
@@ -44,79 +57,73 @@ class Report:
     num_kills: int = 0
     num_stops: int = 0
     num_cuts: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)  # by code
     worst_idle_s: float = 0.0
     transports: set[str] = field(default_factory=set)
+    rests: list[Rest] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
-    footprints: list[tuple[float, dict[str, Footprint]]] = field(default_factory=list)  # (seconds, by process)
 
-    def line(self) -> str:
+    def __str__(self) -> str:
+        slopes = ", ".join(f"{name} {value:+.0f}" for name, value in rss_slopes(self.rests).items())
         return (
-            f"seed {self.seed}: {self.num_calls} calls, {self.num_finished} finished, {self.num_handoffs} handoffs, "
-            f"{self.num_kills} kills, {self.num_stops} stops, {self.num_cuts} cuts, {self.num_cancelled} cancels, "
-            f"errors {self.errors}, wrong={self.num_wrong}, leaked={self.num_leaks}, "
-            f"idle within {self.worst_idle_s:.1f} s, {len(self.findings)} findings"
+            f"{self.num_calls} calls, {self.num_finished} finished, {self.num_handoffs} handoffs, {self.num_kills} kills, "
+            f"{self.num_stops} stops, {self.num_cuts} cuts, {self.num_cancelled} cancels, errors {self.errors}, "
+            f"wrong={self.num_wrong}, leaked={self.num_leaks}, idle after {self.worst_idle_s:.1f} s at most, "
+            f"RSS bytes per call: {slopes}; over {', '.join(sorted(self.transports))}"
         )
 
 
-async def soak(
-    asked: Callable[[int], Asked],
-    worker_module: str,
-    model_dir: Path,
-    folder: Path,
-    *,
-    seed: int,
-    duration_s: float,
-    mean_gap_s: float,
-) -> Report:
-    """Run one; `asked(index)` gives the calls and what must come of them."""
-    report = Report(seed)
-    cluster = SoakCluster(MEMBERS, worker_module, model_dir, folder)
-    faults = Faults(cluster, seed, mean_gap_s)
+async def soak(plan: Plan, folder: Path) -> Report:
+    """Run one; configs and logs go to `folder`."""
+    report = Report()
+    cluster = SoakCluster(MEMBERS, plan.worker_module, plan.model_dir, folder, prefix_cache=plan.prefix_cache)
+    faults = Faults(cluster, plan.seed, plan.mean_gap_s)
     load: Load | None = None
     try:
         await cluster.start(Start(ROOMY_BLOCKS))
-        load = Load((cluster.grpc_port, cluster.http_port), asked, seed, NUM_CLIENTS, CALL_TIMEOUT_S)
-        started_s = time.monotonic()
-        await _rest(cluster, load, report, 0.0)
-        while (left_s := started_s + duration_s - time.monotonic()) > 0 and not report.num_leaks:
+        load = Load((cluster.grpc_port, cluster.http_port), plan.asked, plan.seed, NUM_CLIENTS, CALL_TIMEOUT_S)
+        rested = await _rest(cluster, load, report)
+        for storm in range(plan.num_storms):
+            if not rested:
+                break
             load.resume()
             faults.resume()
-            await asyncio.sleep(min(left_s, REST_EVERY_S))
+            await asyncio.sleep(plan.storm_s)
             await faults.calm()
             await load.pause()
-            await _rest(cluster, load, report, time.monotonic() - started_s)
+            rested = await _rest(cluster, load, report)
             _count(report, faults, load)
-            print(f"{time.monotonic() - started_s:6.1f} s  {report.line()}", flush=True)
+            print(f"storm {storm + 1} of {plan.num_storms}: {report}", flush=True)
     finally:
         if load is not None:
             await load.close()
         await cluster.stop()
         report.findings += cluster.findings
-    assert load is not None
-    _count(report, faults, load)
     report.findings += load.tally.findings
+    report.findings += growth(report.rests, plan.max_bytes_per_call)
     return report
 
 
-async def _rest(cluster: SoakCluster, load: Load, report: Report, now_s: float) -> None:
-    """Wait until nothing is left of the storm, then see that all is well."""
-    await cluster.wait_announced()
+async def _rest(cluster: SoakCluster, load: Load, report: Report) -> bool:
+    """See that nothing is left of the storm and all is well; returns whether there was a rest at all."""
+    if not await cluster.wait_announced():
+        return False
     started_s = time.monotonic()
-    seen = cluster.num_reports
-    while cluster.num_reports < seen + 2 or cluster.unrest():  # the first report may have been on its way
+    num_reports = cluster.num_reports
+    while cluster.num_reports < num_reports + 2 or cluster.unrest():  # the first report may have been on its way
         if time.monotonic() - started_s > IDLE_S:
             report.num_leaks += 1
-            report.findings.append(f"after {IDLE_S:g} s at {now_s:.0f} s: {cluster.unrest() or 'the router is silent'}")
-            return
+            report.findings.append(f"no rest within {IDLE_S:g} s: {cluster.unrest() or 'the router is silent'}")
+            return False
         await asyncio.sleep(0.05)
     report.worst_idle_s = max(report.worst_idle_s, time.monotonic() - started_s)
     report.transports |= cluster.transports()
     for _ in range(NUM_PLAIN):
         if not (await load.plain()).finished:
-            report.findings.append(f"a plain call at rest failed at {now_s:.0f} s")
+            report.findings.append("a plain call failed at rest")
     held = {name: footprint(pid) for name, pid in cluster.long_lived().items()}
-    report.footprints.append((now_s, held))
+    report.rests.append(Rest(load.tally.num_calls.total(), held))
+    return True
 
 
 def _count(report: Report, faults: Faults, load: Load) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from baton.config import EngineConfig, KVTransferConfig, ModelConfig, RouterConf
 from baton.config_load import to_json
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from cli.shared_memory import SharedMemory
 from tests.soak.soak_proxy import Proxy
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,7 @@ class SoakWorker:
         self.member = member
         self.proxy = Proxy()
         self.process: subprocess.Popen[bytes] | None = None
+        self.was_killed = False  # the present process, by us
         self.num_starts = 0
         self.num_blocks = 0
         self.record = control_pb2.WorkerRecord(worker_id=member.worker_id, state="starting")
@@ -84,7 +87,9 @@ class SoakWorker:
 class SoakCluster(control_pb2_grpc.ControlServicer):
     """Args: worker_module is what `python -m` runs for a worker; `folder` takes configs and logs."""
 
-    def __init__(self, members: Sequence[Member], worker_module: str, model_dir: Path, folder: Path) -> None:
+    def __init__(
+        self, members: Sequence[Member], worker_module: str, model_dir: Path, folder: Path, *, prefix_cache: bool
+    ) -> None:
         self.workers = {member.worker_id: SoakWorker(member) for member in members}
         self.findings: list[str] = []
         self.grpc_port = self.http_port = 0
@@ -93,10 +98,13 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         self._worker_module = worker_module
         self._model_dir = model_dir
         self._folder = folder
+        self._engine = EngineConfig(chunk_tokens=64, max_num_seqs=16, num_threads=1, prefix_cache=prefix_cache)
+        self._pids: set[int] = set()  # of all processes ever started here
         self._version = 0
         self._changed = asyncio.Event()
         self._server = grpc.aio.server()
         self._router: subprocess.Popen[bytes] | None = None
+        self._shared_memory = SharedMemory()
 
     # --- life ---
 
@@ -132,11 +140,12 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
             role=worker.member.role,
             control_address=f"127.0.0.1:{self._control_port}",
             model=ModelConfig(path=str(self._model_dir)),
-            engine=EngineConfig(num_blocks=start.num_blocks, chunk_tokens=64, max_num_seqs=16, num_threads=1),
+            engine=dataclasses.replace(self._engine, num_blocks=start.num_blocks),
             kv=KVTransferConfig(ucx_tls=start.ucx_tls, frame_bytes=FRAME_BYTES, num_slots=NUM_SLOTS),
             log_level="warning",
         )
         worker.num_starts += 1
+        worker.was_killed = False
         worker.epoch = 0
         worker.num_blocks = start.num_blocks
         name = f"{worker.member.worker_id}.{worker.num_starts}"
@@ -145,7 +154,7 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
     def kill_worker(self, worker: SoakWorker) -> None:
         """SIGKILL, as the kernel or an operator would."""
         assert worker.process is not None
-        self._note_deaths()
+        worker.was_killed = True
         worker.process.kill()
         worker.process.wait()
         worker.proxy.backend = 0
@@ -153,23 +162,26 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
     def _spawn(self, module: str, name: str, config: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
         (self._folder / f"{name}.json").write_text(config)
         with (self._folder / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", module, "--config", str(self._folder / f"{name}.json")],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout if stdout is not None else log,
                 stderr=log,
             )
+        self._pids.add(process.pid)
+        return process
 
     async def stop(self) -> None:
         """End everything; a process that does not end in order, and with status 0, is a finding."""
-        self._note_deaths()
+        self.findings += self.deaths()
         await asyncio.to_thread(self._end_processes)
         await self._server.stop(None)
         for worker in self.workers.values():
             await worker.proxy.close()
         for log in sorted(self._folder.glob("*.log")):
             self.findings += (f"{log.stem}: {line}" for line in _defects(log))
+        self.findings += (f"left behind: {name}" for name in self._shared_memory_left())
 
     def _end_processes(self) -> None:
         """The router first, as `baton up` does; then all workers at once."""
@@ -197,13 +209,15 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         if status:
             self.findings.append(f"{name} ended with status {status}")
 
-    def _note_deaths(self) -> None:
-        """Whoever is dead without `kill_worker`."""
-        for name, worker in self.workers.items():
-            if worker.process is not None and worker.process.returncode is None and worker.process.poll() is not None:
-                self.findings.append(f"{name} died by itself with status {worker.process.returncode}")
-        if self._router is not None and self._router.poll() is not None:
-            self.findings.append(f"the router died with status {self._router.returncode}")
+    def _shared_memory_left(self) -> list[str]:
+        """POSIX files and SysV segments that no process uses any more; the files are removed."""
+        files = self._shared_memory.unused()
+        self._shared_memory.clean()
+        with open("/proc/sysvipc/shm") as table:
+            columns = next(table).split()
+            segments = [dict(zip(columns, line.split(), strict=True)) for line in table]
+        ours = [segment for segment in segments if int(segment["cpid"]) in self._pids]
+        return [str(file) for file in files] + [f"SysV segment {segment['shmid']}" for segment in ours]
 
     # --- control.proto ---
 
@@ -239,14 +253,29 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
 
     # --- what is seen ---
 
-    async def wait_announced(self) -> None:
-        """Return once every worker is there; one that does not come within START_S is a finding."""
+    def deaths(self) -> list[str]:
+        """Who ended without having been told to."""
+        assert self._router is not None
+        ended = {
+            name: worker.process.returncode
+            for name, worker in self.workers.items()
+            if worker.process is not None and not worker.alive and not worker.was_killed
+        }
+        if self._router.poll() is not None:
+            ended["router"] = self._router.returncode
+        return [f"{name} died by itself with status {status}" for name, status in ended.items()]
+
+    async def wait_announced(self) -> bool:
+        """Returns whether every worker has come, with no death and within START_S."""
         deadline_s = time.monotonic() + START_S
         while late := [name for name, worker in self.workers.items() if not worker.epoch]:
+            if self.deaths():
+                return False
             if time.monotonic() > deadline_s:
                 self.findings.append(f"not started within {START_S:g} s: {', '.join(late)}")
-                return
+                return False
             await asyncio.sleep(0.05)
+        return not self.deaths()
 
     def unrest(self) -> str:
         """What is not at rest by the router's last report; "" = every gauge is idle and every link is proved."""
