@@ -25,6 +25,7 @@ from kv_transfer.events import (
 from kv_transfer.head_plan import heads_of_rank, plan_heads
 from kv_transfer.head_slices import HeadSlice
 from kv_transfer.joined_tickets import JoinedLeases, JoinedTickets
+from kv_transfer.kv_views import Fp8Export
 from kv_transfer.pair import WireView
 from tests.kv_transfer.kv_fakes import ByteStore
 
@@ -101,8 +102,11 @@ class TensorParallel:
         config: KVTransferConfig,
         make_transport: Callable[[str], Transport],
         now_s: Callable[[], float],
+        receiver_dtype: str = "",
     ) -> None:
-        self.model, self.tp_sizes, self.config, self.now_s = model, tp_sizes, config, now_s
+        """`receiver_dtype` is "float8_e4m3" where the receivers keep fewer bits than the model's ranks send from."""
+        self.models = model, replace(model, dtype=receiver_dtype or model.dtype)
+        self.tp_sizes, self.config, self.now_s = tp_sizes, config, now_s
         self.moves = plan_heads(model.num_kv_heads, *tp_sizes)
         self.senders = [self._rank("sender", 0, rank, num_blocks, make_transport) for rank in range(tp_sizes[0])]
         self.receivers = [self._rank("receiver", 1, rank, num_blocks, make_transport) for rank in range(tp_sizes[1])]
@@ -120,7 +124,8 @@ class TensorParallel:
         for nonce, move in enumerate(self.moves, start=1):
             a, b = self.senders[move.sender_rank], self.receivers[move.receiver_rank]
             out, into = HeadSlice(a.pool, move.sender_heads), HeadSlice(b.pool, move.receiver_heads)
-            a.core.connect(b.name, b.epoch, b.transport.address, nonce, size, slots, WireView(out, out))
+            send = out if out.layout == into.layout else Fp8Export(out)
+            a.core.connect(b.name, b.epoch, b.transport.address, nonce, size, slots, WireView(send, out))
             b.core.connect(a.name, a.epoch, a.transport.address, nonce, size, slots, WireView(into, into))
         self.run_until(lambda: self.num_ready == 2 * len(self.moves))
 
@@ -182,7 +187,7 @@ class TensorParallel:
         self, side: str, side_index: int, rank: int, num_blocks: int, make_transport: Callable[[str], Transport]
     ) -> Rank:
         name, epoch = f"{side}{rank}", FIRST_EPOCH * (side_index + 1) + rank
-        pool = RankPool(layout_of_rank(self.model, self.tp_sizes[side_index], rank), num_blocks)
+        pool = RankPool(layout_of_rank(self.models[side_index], self.tp_sizes[side_index], rank), num_blocks)
         transport = make_transport(name)
         return Rank(
             name, epoch, pool, transport, PlaneCore(pool, self.config, epoch, self._on_event, transport, self.now_s())

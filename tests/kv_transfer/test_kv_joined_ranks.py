@@ -9,13 +9,16 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import KVTransferConfig
+from baton.kv_fp8 import quantise
 from baton.kv_layout import KVLayout
 from kv_transfer.events import Committed, IncomingClosed, OutgoingClosed
 from kv_transfer.frame import HEADER_BYTES
@@ -42,14 +45,14 @@ def prompt_of(model: KVLayout, tp_sizes: tuple[int, int], num_blocks: int, num_l
 
 
 def loopback_ranks(
-    model: KVLayout, tp_sizes: tuple[int, int], num_slots: int = 3, frame_layers: int = 4
+    model: KVLayout, tp_sizes: tuple[int, int], num_slots: int = 3, frame_layers: int = 4, receiver_dtype: str = ""
 ) -> tuple[TensorParallel, LoopbackNetwork]:
     """Ranks over a network without faults yet, each frame with room for so many layers of the widest rank's blocks."""
     network = LoopbackNetwork()
     frame_bytes = HEADER_BYTES + frame_layers * model.layer_block_bytes
     config = KVTransferConfig(transport="loopback", frame_bytes=frame_bytes, num_slots=num_slots)
     clock = itertools.count(100.0, 0.001)  # a millisecond later at every look
-    ranks = TensorParallel(model, tp_sizes, POOL_BLOCKS, config, network.transport, clock.__next__)
+    ranks = TensorParallel(model, tp_sizes, POOL_BLOCKS, config, network.transport, clock.__next__, receiver_dtype)
     ranks.connect()
     return ranks, network
 
@@ -100,6 +103,17 @@ def test_each_pair_of_one_rank_reads_only_the_heads_it_sends() -> None:
     sent = [rank.core.load().bytes_sent for rank in ranks.senders]
     assert sent == [5 * rank.pool.layout.block_bytes for rank in ranks.senders]
     assert sum(sent) == 5 * model.block_bytes
+
+
+@pytest.mark.parametrize("tp_sizes", [(1, 2), (3, 2), (12, 1)])
+def test_heads_are_narrowed_to_8_bits_on_the_way_as_the_whole_would_be(tp_sizes: tuple[int, int]) -> None:
+    model = model_of(6, "bfloat16")
+    ranks, _ = loopback_ranks(model, tp_sizes, receiver_dtype="float8_e4m3")
+    prompt = prompt_of(model, tp_sizes, num_blocks=7, num_leading=1, seed=1)
+    wide = torch.randn(*prompt.kv.shape[:-1], model.head_dim, dtype=torch.bfloat16)
+    prompt.kv = wide.view(torch.uint8).numpy()
+    hand_off(ranks, prompt)
+    assert_arrived(ranks, replace(prompt, kv=quantise(wide).numpy()))
 
 
 RATES = st.sampled_from([0.0, 0.0, 0.05, 0.3])
