@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,7 +63,8 @@ def kv_of_rank(kv: Bytes, tp_size: int, rank: int) -> Bytes:
     return kv[:, :, :, :, heads.start : heads.stop]
 
 
-SEQ, GENERATION = 40, 9
+GENERATION = 9
+SEQS_PER_PROMPT = 100  # the seq of a whole is a multiple; those of its parts follow, in the order of the moves
 FIRST_EPOCH = 0x100  # of sender rank 0; each rank has its own
 
 
@@ -71,6 +72,7 @@ FIRST_EPOCH = 0x100  # of sender rank 0; each rank has its own
 class Prompt:
     """One prompt's blocks on every rank, which need not be the same ones."""
 
+    seq: int
     kv: Bytes  # every head of the model
     num_leading_blocks: int  # that the receiver ranks hold already
     sources: list[list[int]]  # by sender rank
@@ -136,9 +138,9 @@ class TensorParallel:
 
     def open(self, prompt: Prompt, patience_s: float = 5.0) -> None:
         num_blocks = prompt.kv.shape[2]
-        self.tickets.open(SEQ, GENERATION, self.parts)
-        self.leases.open(SEQ, GENERATION, self.parts)
-        for part, move in zip(self.parts, self.moves, strict=True):
+        self.tickets.open(prompt.seq, GENERATION, self.parts(prompt))
+        self.leases.open(prompt.seq, GENERATION, self.parts(prompt))
+        for part, move in zip(self.parts(prompt), self.moves, strict=True):
             a, b = self.senders[move.sender_rank], self.receivers[move.receiver_rank]
             leading, blocks = prompt.num_leading_blocks, prompt.targets[move.receiver_rank]
             b.core.open_incoming(a.name, part, GENERATION, blocks, leading, patience_s)
@@ -146,14 +148,13 @@ class TensorParallel:
 
     def ship(self, prompt: Prompt, num_ready_blocks: int) -> None:
         last = num_ready_blocks == prompt.kv.shape[2]
-        for part, move in zip(self.parts, self.moves, strict=True):
+        for part, move in zip(self.parts(prompt), self.moves, strict=True):
             sender = self.senders[move.sender_rank]
             sender.core.ship(part, prompt.sources[move.sender_rank], num_ready_blocks, last)
 
-    @property
-    def parts(self) -> range:
-        """The seqs of the pairs' transfers, in the order of the moves."""
-        return range(SEQ, SEQ + len(self.moves))
+    def parts(self, prompt: Prompt) -> range:
+        """The seqs of the pairs' transfers."""
+        return range(prompt.seq, prompt.seq + len(self.moves))
 
     @property
     def ranks(self) -> list[Rank]:
@@ -175,12 +176,12 @@ class TensorParallel:
         num_blocks = prompt.kv.shape[2] - prompt.num_leading_blocks
         return sum(num_blocks * rank.pool.layout.block_bytes for rank in self.receivers)
 
-    def expected(self, prompt: Prompt, rank: int) -> Bytes:
-        """A receiver rank's whole pool after the prompt came: its heads where they belong, poison everywhere else."""
-        pool = self.receivers[rank].pool
-        kv = np.full_like(pool.kv, POISON)
-        wanted = slice(prompt.num_leading_blocks, None)
-        kv[:, :, prompt.targets[rank][wanted]] = kv_of_rank(prompt.kv, self.tp_sizes[1], rank)[:, :, wanted]
+    def expected(self, prompts: Sequence[Prompt], rank: int) -> Bytes:
+        """A receiver rank's whole pool after prompts came: their heads where they belong, poison everywhere else."""
+        kv = np.full_like(self.receivers[rank].pool.kv, POISON)
+        for prompt in prompts:
+            wanted = slice(prompt.num_leading_blocks, None)
+            kv[:, :, prompt.targets[rank][wanted]] = kv_of_rank(prompt.kv, self.tp_sizes[1], rank)[:, :, wanted]
         return kv
 
     def _rank(
@@ -194,10 +195,10 @@ class TensorParallel:
         )
 
     def _sender_of(self, part: int) -> Rank:
-        return self.senders[self.moves[part - SEQ].sender_rank]
+        return self.senders[self.moves[part % SEQS_PER_PROMPT].sender_rank]
 
     def _receiver_of(self, part: int) -> Rank:
-        return self.receivers[self.moves[part - SEQ].receiver_rank]
+        return self.receivers[self.moves[part % SEQS_PER_PROMPT].receiver_rank]
 
     def _on_event(self, event: KVEvent) -> None:
         match event:
@@ -217,8 +218,8 @@ class TensorParallel:
 
     def _on_ticket_end(self, end: Committed | IncomingClosed) -> None:
         self.ends.append(end)
-        self.leases.close(SEQ)
+        self.leases.close(end.seq)
 
     def _on_lease_end(self, end: OutgoingClosed) -> None:
         self.freed.append(end)
-        self.tickets.close(SEQ)
+        self.tickets.close(end.seq)

@@ -24,9 +24,10 @@ from kv_transfer.events import Committed, IncomingClosed, OutgoingClosed
 from kv_transfer.frame import HEADER_BYTES
 from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.ucx import UcxTransport
-from tests.kv_transfer.kv_ranks import GENERATION, SEQ, Prompt, TensorParallel, random_kv
+from tests.kv_transfer.kv_ranks import GENERATION, SEQS_PER_PROMPT, Prompt, TensorParallel, random_kv
 
 POOL_BLOCKS = 24
+SEQ = 7 * SEQS_PER_PROMPT
 DEGREES = [  # kv heads, sender tp size, receiver tp size
     (4, 1, 1), (4, 1, 2), (4, 2, 1), (8, 2, 4), (8, 4, 2), (3, 1, 3), (3, 3, 1), (6, 2, 3), (6, 3, 2),
     (1, 1, 2), (1, 2, 3), (2, 2, 4), (2, 4, 2), (2, 4, 1), (2, 1, 4), (3, 1, 6), (3, 6, 1),
@@ -41,7 +42,20 @@ def prompt_of(model: KVLayout, tp_sizes: tuple[int, int], num_blocks: int, num_l
     """Random KV in blocks that lie in another order on each rank."""
     draw = random.Random(seed)
     tables = [[draw.sample(range(POOL_BLOCKS), num_blocks) for _ in range(tp_size)] for tp_size in tp_sizes]
-    return Prompt(random_kv(model, num_blocks, seed), num_leading, *tables)
+    return Prompt(SEQ, random_kv(model, num_blocks, seed), num_leading, *tables)
+
+
+def prompts_of(model: KVLayout, tp_sizes: tuple[int, int], blocks_each: int) -> list[Prompt]:
+    """As many prompts as the pools hold."""
+    whole = prompt_of(model, tp_sizes, POOL_BLOCKS, num_leading=0, seed=1)
+    parts = [slice(start, start + blocks_each) for start in range(0, POOL_BLOCKS, blocks_each)]
+    return [
+        Prompt(
+            SEQ + number * SEQS_PER_PROMPT, whole.kv[:, :, part], 1,
+            [table[part] for table in whole.sources], [table[part] for table in whole.targets],
+        )
+        for number, part in enumerate(parts)
+    ]  # fmt: skip
 
 
 def loopback_ranks(
@@ -72,7 +86,7 @@ def assert_arrived(ranks: TensorParallel, prompt: Prompt) -> None:
     assert ranks.ends == [Committed(SEQ, GENERATION, ranks.nbytes(prompt))]
     assert ranks.freed == [OutgoingClosed(SEQ, "")]
     for rank, receiver in enumerate(ranks.receivers):
-        assert np.array_equal(receiver.pool.kv, ranks.expected(prompt, rank)), f"rank {rank}"
+        assert np.array_equal(receiver.pool.kv, ranks.expected([prompt], rank)), f"rank {rank}"
 
 
 def assert_idle(ranks: TensorParallel) -> None:
@@ -114,6 +128,27 @@ def test_heads_are_narrowed_to_8_bits_on_the_way_as_the_whole_would_be(tp_sizes:
     prompt.kv = wide.view(torch.uint8).numpy()
     hand_off(ranks, prompt)
     assert_arrived(ranks, replace(prompt, kv=quantise(wide).numpy()))
+
+
+@pytest.mark.parametrize("tp_sizes", [(2, 1), (1, 2), (2, 3)])
+def test_many_prompts_at_once_arrive_each_in_its_own_blocks(tp_sizes: tuple[int, int]) -> None:
+    model = model_of(6)
+    ranks, network = loopback_ranks(model, tp_sizes, num_slots=2)
+    network.faults = Faults(seed=1, jitter_s=0.05, corrupt=0.02, duplicate=0.1, reorder=0.3)
+    prompts = prompts_of(model, tp_sizes, blocks_each=3)
+    for prompt in prompts:
+        ranks.place(prompt)
+        ranks.open(prompt)
+    for num_ready_blocks in (2, 3):
+        for prompt in reversed(prompts):
+            ranks.ship(prompt, num_ready_blocks)
+            ranks.poll()
+    ranks.run_until(lambda: len(ranks.ends) == len(ranks.freed) == len(prompts))
+    committed = [Committed(prompt.seq, GENERATION, ranks.nbytes(prompt)) for prompt in prompts]
+    assert sorted(ranks.ends, key=lambda end: end.seq) == committed
+    for rank, receiver in enumerate(ranks.receivers):
+        assert np.array_equal(receiver.pool.kv, ranks.expected(prompts, rank)), f"rank {rank}"
+    assert_idle(ranks)
 
 
 RATES = st.sampled_from([0.0, 0.0, 0.05, 0.3])
