@@ -9,12 +9,22 @@ Runs on the KV thread. Loads torch at the first conversion, never at import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from baton.kv_layout import KVLayout
+from baton.kv_layout import DTYPE_BYTES, KVLayout, wire_dtype
 from kv_transfer.block_store import BlockStore
 from kv_transfer.frame import crc32c
+from kv_transfer.pair import WireView
+
+
+def wire_views(store: BlockStore) -> Mapping[str, WireView]:
+    """How `store` goes to peers that keep KV in another dtype, by that dtype. They send nothing that it could take."""
+    return {
+        dtype: WireView(send=Fp8Export(store), receive=store)
+        for dtype in DTYPE_BYTES
+        if dtype != store.layout.dtype and wire_dtype(store.layout.dtype, dtype)
+    }
 
 
 class Fp8Export:

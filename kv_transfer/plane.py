@@ -21,8 +21,9 @@ from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Transport
 from kv_transfer.core import PlaneCore
 from kv_transfer.events import KVEvent, KVLoad
+from kv_transfer.kv_views import wire_views
 from kv_transfer.loopback import PROCESS_NETWORK
-from kv_transfer.pair import PairStatus, WireView
+from kv_transfer.pair import PairStatus
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class KVPlane:
         """
         self._transport = transport or make_transport(config, f"{epoch:016x}")
         self.settings = self._transport.settings()
+        self._views = wire_views(store)
         self._on_event = on_event
         self._on_fatal = on_fatal
         self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, time.monotonic())
@@ -113,8 +115,10 @@ class KVPlane:
         pair_nonce: int,
         frame_bytes: int,
         num_slots: int,
-        wire: WireView | None = None,
+        peer_dtype: str = "",
     ) -> None:
+        """See PlaneCore.connect; a peer that keeps KV in another dtype, "" = in ours, is sent that one."""
+        wire = self._views.get(peer_dtype)
         self._post(partial(self._core.connect, peer, peer_epoch, address, pair_nonce, frame_bytes, num_slots, wire))
 
     def disconnect(self, peer: str) -> None:

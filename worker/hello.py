@@ -1,7 +1,8 @@
 """Whether two workers fit: the first field that differs, by name, with its value on either side. Pure.
 
-Only what cannot be converted is compared. `fits_dtype` is the one rule that is more than equality. Fields are judged in the
-order in which they explain most: the fingerprint, which covers all of a model, comes after what it is made of.
+Only what cannot be converted is compared: the opener of a link sends KV to its peer, which may keep it in 8 bits where the
+opener does not. Fields are judged in the order in which they explain most: the fingerprint, which covers all of a model, comes
+after what it is made of.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.errors import PeerRefused
+from baton.kv_layout import wire_dtype
 from baton.v1 import kv_pb2
 from kv_transfer.rdma import is_rdma
 
@@ -55,24 +57,23 @@ def refusal_by_peer(message: kv_pb2.HelloRefused) -> Refusal:
     return Refusal(message.field, mine=message.yours, yours=message.mine)
 
 
-def check_hello(mine: kv_pb2.Hello, theirs: kv_pb2.Hello) -> Refusal | None:
-    """None when the pair fits."""
+def check_hello(mine: kv_pb2.Hello, theirs: kv_pb2.Hello, *, opener: bool) -> Refusal | None:
+    """None when the pair fits. `opener`: whether the link is ours, so that KV goes from us to them."""
     for name in _COMPARED:
         if getattr(mine, name) != getattr(theirs, name):
             return Refusal(name, str(getattr(mine, name)), str(getattr(theirs, name)))
     for name in _COMPARED_LAYOUT:
         if getattr(mine.layout, name) != getattr(theirs.layout, name):
             return Refusal(f"layout.{name}", str(getattr(mine.layout, name)), str(getattr(theirs.layout, name)))
-    if not fits_dtype(mine.layout.dtype, theirs.layout.dtype):
+    if not _dtype_fits(mine.layout.dtype, theirs.layout.dtype, opener):
         return Refusal("layout.dtype", mine.layout.dtype, theirs.layout.dtype)
     if mine.fingerprint != theirs.fingerprint:
         return Refusal("fingerprint", mine.fingerprint, theirs.fingerprint)
     return _check_sanity(theirs)
 
 
-def fits_dtype(mine: str, theirs: str) -> bool:
-    """Whether KV of one dtype can be turned into the other's on the way."""
-    return mine == theirs
+def _dtype_fits(mine: str, theirs: str, opener: bool) -> bool:
+    return (wire_dtype(mine, theirs) if opener else wire_dtype(theirs, mine)) is not None
 
 
 def _check_sanity(theirs: kv_pb2.Hello) -> Refusal | None:

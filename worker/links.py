@@ -47,7 +47,14 @@ class DataPath(Protocol):
     """The part of the KV plane that links drive."""
 
     def connect(
-        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+        self,
+        peer: str,
+        peer_epoch: int,
+        address: bytes,
+        pair_nonce: int,
+        frame_bytes: int,
+        num_slots: int,
+        peer_dtype: str = "",
     ) -> None: ...
     def disconnect(self, peer: str) -> None: ...
 
@@ -241,7 +248,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         except (TimeoutError, StopAsyncIteration):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
         hello = first.hello
-        refusal = check_hello(self._hello, hello)
+        refusal = check_hello(self._hello, hello, opener=False)
         if refusal is not None:
             log.warning("peer_refused", peer=hello.worker_id, field=refusal.field)
             yield kv_pb2.LinkMessage(hello_refused=refusal.to_pb())
@@ -319,7 +326,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         if link.state in (State.LOST, State.REFUSED):
             return False
         if kind == "hello" and link.opener and link.state is State.CONNECTING:
-            refusal = check_hello(self._hello, message.hello)
+            refusal = check_hello(self._hello, message.hello, opener=True)
             if refusal is not None:
                 link.refuse(refusal)
                 return False
@@ -349,6 +356,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
             link.nonce,
             min(theirs.frame_bytes, self._hello.frame_bytes),
             min(theirs.num_slots, self._hello.num_slots),
+            theirs.layout.dtype,
         )
 
     # --- what the KV plane says of a pair ---

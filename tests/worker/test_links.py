@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -94,7 +95,14 @@ class End:
         return worker_pb2.Peer(worker_id=self.worker_id, epoch=self.epoch, address=f"127.0.0.1:{self.port}")
 
     def connect(
-        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+        self,
+        peer: str,
+        peer_epoch: int,
+        address: bytes,
+        pair_nonce: int,
+        frame_bytes: int,
+        num_slots: int,
+        peer_dtype: str = "",
     ) -> None:
         self.num_connects += 1
         if self.path_works:
@@ -105,7 +113,7 @@ class End:
 
 
 @contextlib.asynccontextmanager
-async def two_ends(**fields: object) -> AsyncIterator[tuple[End, End]]:
+async def two_ends(**fields: Any) -> AsyncIterator[tuple[End, End]]:
     """A prefill worker that may open links, and a decode worker; `fields` differ in the latter's Hello."""
     p, d = End("p", 10), End("d", 20, **fields)
     for end in (p, d):
@@ -258,10 +266,10 @@ FIELDS: dict[str, object] = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_that_does_not_fit_is_refused_by_its_name(name: str) -> None:
     mine, theirs = hello_of("p", 10), hello_of("d", 20)
-    assert check_hello(mine, theirs) is None
+    assert check_hello(mine, theirs, opener=True) is None
     owner, _, attribute = name.rpartition(".")
     setattr(theirs.layout if owner else theirs, attribute, FIELDS[name])
-    refusal = check_hello(mine, theirs)
+    refusal = check_hello(mine, theirs, opener=True)
     assert refusal is not None
     assert refusal.field == name
     assert refusal.error.field == name
@@ -269,8 +277,23 @@ def test_every_field_that_does_not_fit_is_refused_by_its_name(name: str) -> None
     assert refusal.mine != refusal.yours
 
 
+@pytest.mark.parametrize("wide", ["float32", "bfloat16", "float16"])
+def test_kv_may_go_into_8_bits_and_never_out_of_them(wide: str) -> None:
+    p, d = hello_of("p", 10), hello_of("d", 20)
+    p.layout.dtype, d.layout.dtype = wide, "float8_e4m3"
+    assert check_hello(p, d, opener=True) is None
+    assert check_hello(d, p, opener=False) is None
+    for mine, theirs, opener in ((d, p, True), (p, d, False)):
+        refusal = check_hello(mine, theirs, opener=opener)
+        assert refusal is not None
+        assert refusal.field == "layout.dtype"
+        assert {refusal.mine, refusal.yours} == {wide, "float8_e4m3"}
+    p.layout.dtype = "float8_e4m3"
+    assert check_hello(p, d, opener=True) is None
+
+
 def test_a_peer_s_refusal_is_told_from_our_side() -> None:
-    refusal = check_hello(hello_of("d", 20, rope="d's"), hello_of("p", 10, rope="p's"))
+    refusal = check_hello(hello_of("d", 20, rope="d's"), hello_of("p", 10, rope="p's"), opener=False)
     assert refusal is not None
     heard = refusal_by_peer(refusal.to_pb())
     assert (heard.field, heard.mine, heard.yours) == ("rope", "p's", "d's")
