@@ -66,6 +66,7 @@ class RigConfig:
     heartbeat_s: float = 0.5
     lease_s: float = 5.0
     transfer_timeout_s: float = 10.0
+    mode: str = "auto"  # of the KV plane; only a staged one is watched block by block
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -177,7 +178,14 @@ class RigKVCommands:
         self.inbox: deque[Callable[[], None]] = deque()
 
     def connect(
-        self, peer: str, peer_epoch: int, address: bytes, pair_nonce: int, frame_bytes: int, num_slots: int
+        self,
+        peer: str,
+        peer_epoch: int,
+        address: bytes,
+        pair_nonce: int,
+        frame_bytes: int,
+        num_slots: int,
+        peer_dtype: str = "",
     ) -> None:
         self.inbox.append(partial(self._core.connect, peer, peer_epoch, address, pair_nonce, frame_bytes, num_slots))
 
@@ -237,9 +245,10 @@ class WatchedStore:
         self._cache.clear(block_ids, layer_start, num_layers)
 
     def _check(self, verb: str, block_ids: Sequence[int]) -> None:
-        free = set(self._worker.local_engine.free_block_ids()).intersection(block_ids)
-        if free:
-            self._worker.violation(f"the KV plane {verb} free blocks {sorted(free)}")
+        pool = self._worker.local_engine._pool
+        loose = sorted(block for block in block_ids if pool._holder(block) is None)
+        if loose:
+            self._worker.violation(f"the KV plane {verb} blocks that nobody holds: {loose}")
 
 
 class RigWorker:
@@ -259,6 +268,7 @@ class RigWorker:
             num_slots=config.num_slots,
             lease_s=config.lease_s,
             transfer_timeout_s=config.transfer_timeout_s,
+            mode=config.mode,
         )
         self.runner = ScriptedRunner(config.layout, num_blocks, before_run=self._before_run)
         self.runner.script = cluster.script
@@ -416,14 +426,13 @@ class RigWorker:
         self._poison_free_blocks()
 
     def kv_turn(self) -> None:
-        """kv_transfer/plane.py: what was commanded before a peer sent a frame is carried out before that frame is judged."""
+        """kv_transfer/plane.py: poll, then the commands that wait."""
         now_s = self.now_s()
         if now_s >= self._next_kv_timer_s:
             self._next_kv_timer_s = now_s + KV_TIMER_S
-        moved = self.core.receive(now_s) or bool(self.kv.inbox)
+        self._kv_busy = self.core.poll(now_s) or bool(self.kv.inbox)
         while self.kv.inbox:
             self.kv.inbox.popleft()()
-        self._kv_busy = self.core.advance() or moved
 
     def result_turn(self) -> None:
         result = self.results.popleft()

@@ -77,6 +77,14 @@ class Scenario:
         shared = self.rng.choice((0, 0, 8, 17, 40))
         return (*self._stem[:shared], *random_prompt(self.rng, self.rng.randint(1, MAX_PROMPT - shared)))
 
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.rng.choice((1, 2, 3, 8, 20)),
+            temperature=self.rng.choice((0.0, 1.0)),
+            seed=self.rng.getrandbits(32),
+            ignore_eos=self.rng.random() < 0.5,
+        )
+
     def pull_from(self) -> str:
         """The decode worker that is said to cache more of the prompt than the prefill worker; "" = none."""
         return ""
@@ -84,12 +92,7 @@ class Scenario:
     def call(self, **overrides: float) -> Call:
         rng = self.rng
         prompt = self.prompt()
-        sampling = SamplingParams(
-            max_tokens=rng.choice((1, 2, 3, 8, 20)),
-            temperature=rng.choice((0.0, 1.0)),
-            seed=rng.getrandbits(32),
-            ignore_eos=rng.random() < 0.5,
-        )
+        sampling = self.sampling()
         return self.rig.router.submit(
             prompt,
             prefill=rng.choice([name for name in self.cluster.workers if name.startswith("prefill")]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 
 from baton.v1 import kv_pb2
 from decode_worker.decode_role import Decode, DecodeRole
+from engine.block_exchange import BlockExchange
 from engine.ports import Reservation
+from engine.prefix_cache import PrefixCache
 from kv_transfer import receiver as receiver_module
 from kv_transfer.events import Committed
 from kv_transfer.frame import FrameHeader
@@ -18,7 +20,11 @@ from kv_transfer.receiver import Receiver
 from prefill_worker.prefill_role import Prefill, PrefillRole
 from tests.handoff.handoff_adversary import changed_prompt
 from tests.handoff.handoff_calls import random_prompt
+from tests.handoff.handoff_chats import Chats
 from tests.handoff.handoff_storm import Scenario
+from worker import block_lender, block_puller
+from worker.block_lender import BlockLender
+from worker.block_puller import BlockPuller, Pulled
 from worker.tombstones import Tombstones
 
 NUM_SEEDS = 100  # each defect below is found within 25 by the scenario that looks for it
@@ -230,13 +236,98 @@ def hasty(scenario: Scenario) -> None:
     rig.drain()
 
 
-def first_failing_seed(tell: Callable[[Scenario], object]) -> int | None:
+def a_pull_is_published_before_every_byte_is_there(patch: Patch) -> None:
+    receive = BlockPuller._receive
+
+    def publish_early(self: BlockPuller, pull: block_puller._Pull, num_blocks: int) -> None:
+        receive(self, pull, num_blocks)
+        self._end(pull, Pulled(num_blocks))
+
+    patch.setattr(BlockPuller, "_receive", publish_early)
+
+
+def a_pull_publishes_all_it_asked_for(patch: Patch) -> None:
+    publish = BlockExchange.publish
+
+    def publish_all(self: BlockExchange, seq: int, num_blocks: int) -> None:
+        publish(self, seq, 1_000 if num_blocks else 0)
+
+    patch.setattr(BlockExchange, "publish", publish_all)
+
+
+def a_pull_gives_blocks_back_that_the_plane_still_writes(patch: Patch) -> None:
+    give_up = BlockPuller._give_up
+
+    def give_up_early(self: BlockPuller, pull: block_puller._Pull) -> None:
+        self._ports.engine.publish(pull.seq, 0)
+        give_up(self, pull)
+
+    patch.setattr(BlockPuller, "_give_up", give_up_early)
+
+
+def a_pull_skips_a_free(patch: Patch) -> None:
+    def give_up(self: BlockPuller, pull: block_puller._Pull) -> None:
+        self._open.pop(pull.seq, None)
+        self._tell_owner(pull, Pulled())
+
+    patch.setattr(BlockPuller, "_give_up", give_up)
+
+
+def a_loan_gives_blocks_back_that_the_plane_still_reads(patch: Patch) -> None:
+    ship = BlockLender._ship
+
+    def ship_and_unpin(self: BlockLender, loan: block_lender._Loan, ticket: kv_pb2.Ticket) -> None:
+        ship(self, loan, ticket)
+        self._ports.engine.unpin(loan.seq)
+
+    patch.setattr(BlockLender, "_ship", ship_and_unpin)
+
+
+def a_loan_skips_a_free(patch: Patch) -> None:
+    def forget(self: BlockLender, loan: block_lender._Loan) -> None:
+        del self._open[loan.seq]
+
+    patch.setattr(BlockLender, "_forget", forget)
+
+
+def a_loan_is_of_other_blocks_than_asked_for(patch: Patch) -> None:
+    find = PrefixCache.find
+
+    def find_others(self: PrefixCache, hashes: Sequence[bytes]) -> list[int]:
+        found = find(self, hashes)
+        return found[::-1] if isinstance(hashes, tuple) else found  # a tuple: from the wire
+
+    patch.setattr(PrefixCache, "find", find_others)
+
+
+def first_failing_seed(tell: Callable[[Any], object], scenario: type[Scenario]) -> int | None:
     for seed in range(NUM_SEEDS):
         try:
-            tell(Scenario(seed))
+            tell(scenario(seed))
         except Exception:  # noqa: BLE001  a defect may show as a violated property, an assertion of the product, or a crash
             return seed
     return None
+
+
+@pytest.mark.parametrize(
+    ("seed_defect", "tell"),
+    [
+        (a_pull_is_published_before_every_byte_is_there, Chats.calm),
+        (a_pull_publishes_all_it_asked_for, Chats.calm),
+        (a_pull_gives_blocks_back_that_the_plane_still_writes, Chats.impatient),
+        (a_pull_skips_a_free, Chats.impatient),
+        (a_loan_gives_blocks_back_that_the_plane_still_reads, Chats.impatient),
+        (a_loan_skips_a_free, Chats.calm),
+        (a_loan_is_of_other_blocks_than_asked_for, Chats.calm),
+    ],
+)
+def test_conversations_find_a_seeded_defect_of_what_flows_back(
+    seed_defect: Callable[[Patch], None], tell: Callable[[Chats], object], monkeypatch: Patch
+) -> None:
+    seed_defect(monkeypatch)
+    found = first_failing_seed(tell, Chats)
+    print(f"{seed_defect.__name__}: found by seed {found}")
+    assert found is not None, f"{NUM_SEEDS} seeds do not find this defect"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +357,6 @@ def test_the_property_test_finds_a_seeded_defect(
     seed_defect: Callable[[Patch], None], tell: Callable[[Scenario], object], monkeypatch: Patch
 ) -> None:
     seed_defect(monkeypatch)
-    found = first_failing_seed(tell)
+    found = first_failing_seed(tell, Scenario)
     print(f"{seed_defect.__name__}: found by seed {found}")
     assert found is not None, f"{NUM_SEEDS} seeds do not find this defect"

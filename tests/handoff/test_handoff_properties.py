@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.handoff.handoff_chats import Chats
 from tests.handoff.handoff_storm import Scenario
 
 BLOCK = 25  # seeds per test: a second or two
@@ -36,12 +37,22 @@ def test_what_an_adversary_replays_never_becomes_text_of_another_prompt(start: i
         Scenario(seed).hostile()
 
 
+@pytest.mark.parametrize("start", range(0, 50, BLOCK))
+def test_conversations_whose_kv_flows_back_are_whole_and_under_trouble_never_wrong(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Chats(seed).calm()
+        Chats(seed).impatient()
+        Chats(seed).storm()
+        Chats(seed).hostile()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("start", range(1_000, 6_000, 1_000))
 def test_thousands_of_other_seeds_find_nothing_either(start: int) -> None:
     for seed in range(start, start + 1_000):
-        Scenario(seed).calm()
-        Scenario(seed).impatient()
-        Scenario(seed).storm()
-        Scenario(seed).hostile()
+        for scenario in (Scenario, Chats):
+            scenario(seed).calm()
+            scenario(seed).impatient()
+            scenario(seed).storm()
+            scenario(seed).hostile()
