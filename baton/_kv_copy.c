@@ -28,8 +28,9 @@
 
 #define POLYNOMIAL 0x82F63B78u /* 0x1EDC6F41 reflected */
 
-/* Copy n bytes (dst may be NULL: only read) and return the crc register after them. `stream`: write around the caches. */
-typedef uint32_t Kernel(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, int stream);
+/* Copy n bytes (dst may be NULL: only read) and return the crc register after them. `next`: what will be read after that, NULL
+ * if it follows at once. `stream`: write around the caches. */
+typedef uint32_t Kernel(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream);
 
 /* ---- tables ---------------------------------------------------------------------------------------------------------- */
 
@@ -58,9 +59,9 @@ static uint32_t crc_by_table(uint32_t crc, const uint8_t *p, size_t n) {
     return crc;
 }
 
-static uint32_t copy_portable(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, int stream) {
+static uint32_t copy_portable(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
     enum { CHUNK = 4096 }; /* a page: still in the first cache when the crc reads it */
-    (void)stream;
+    (void)next, (void)stream;
     while (n > 0) {
         size_t part = n < CHUNK ? n : CHUNK;
         if (dst) memcpy(dst, src, part);
@@ -135,8 +136,9 @@ PCLMUL static inline __m128i take16(uint8_t *dst, const uint8_t *src, int stream
     return bytes;
 }
 
-PCLMUL static uint32_t copy_pclmul(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, int stream) {
+PCLMUL static uint32_t copy_pclmul(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
     enum { STEP = 64 };
+    (void)next;
     size_t head = bytes_to_alignment(dst, 16);
     if (n < head + STEP) return copy_short(crc, dst, src, n);
     crc = copy_short(crc, dst, src, head);
@@ -171,19 +173,29 @@ AVX512 static inline __m512i take64(uint8_t *dst, const uint8_t *src, int stream
     return bytes;
 }
 
-AVX512 static uint32_t copy_avx512(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, int stream) {
+/* Scattered runs are too short for the hardware to foresee, so what comes AHEAD bytes later is fetched into the second cache, the
+ * start of the next run included; an address that is none does no harm. Measured (Zen 4, permuted runs of 12 KiB, streaming), GB/s:
+ * none 9.0, 4 KiB 11.7, 6 KiB 13.5, 8 KiB 11.3, 10 KiB 13.0; runs of 32 KiB: 12.4, 11.3, 13.2, 11.4, 13.7. */
+enum { AHEAD = 6144 };
+
+static inline void prefetch256(const uint8_t *p) {
+    for (int i = 0; i < 256; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+}
+
+AVX512 static uint32_t copy_avx512(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
     enum { STEP = 256 };
     size_t head = bytes_to_alignment(dst, 64);
-    if (n < head + STEP) return copy_pclmul(crc, dst, src, n, stream);
+    if (n < head + STEP) return copy_pclmul(crc, dst, src, n, next, stream);
     crc = copy_short(crc, dst, src, head);
     const __m128i by_16 = _mm_loadu_si128((const __m128i *)fold_by[BY_16]);
     const __m512i by_64 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)fold_by[BY_64]));
     const __m512i by_256 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)fold_by[BY_256]));
-    size_t at = head;
+    size_t at = head, ahead = n < AHEAD ? n : AHEAD;
 #define TAKE(i) take64(dst ? dst + at + 64 * i : NULL, src + at + 64 * i, stream)
     __m512i a = _mm512_xor_si512(TAKE(0), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
     __m512i b = TAKE(1), c = TAKE(2), d = TAKE(3);
     for (at += STEP; at + STEP <= n; at += STEP) {
+        if (next) prefetch256(at + ahead < n ? src + at + ahead : next + (at + ahead - n));
         a = fold64(a, by_256, TAKE(0));
         b = fold64(b, by_256, TAKE(1));
         c = fold64(c, by_256, TAKE(2));
@@ -256,7 +268,7 @@ static int check(const Side *side, const Shape *shape) {
             return 0;
         }
         for (Py_ssize_t i = 0; i < shape->runs; i++)
-            if (ids[i] >= (size_t)side->num_blocks) {
+            if ((Py_ssize_t)ids[i] >= side->num_blocks) {
                 PyErr_Format(PyExc_ValueError, "%s[%zd] = %u is not one of %zd blocks", side->ids_name, i, ids[i],
                              side->num_blocks);
                 return 0;
@@ -292,18 +304,33 @@ static uint8_t *run_at(const Side *side, Py_ssize_t layer, Py_ssize_t component,
 
 /* ---- move ------------------------------------------------------------------------------------------------------------ */
 
-static uint32_t walk(const Side *src, const Side *dst, const Shape *shape, Kernel *copy, int stream) {
+/* Copy, clear or only read one run; `next` is the run after it, NULL if the source is dense. */
+static uint32_t move_run(uint32_t crc, const Side *src, const uint8_t *from, const uint8_t *next, const Side *dst, uint8_t *to,
+                         const Shape *shape, Kernel *copy, int stream) {
+    size_t row_bytes = (size_t)shape->row_bytes;
+    for (Py_ssize_t row = 0; row < shape->rows; row++) {
+        if (from) {
+            const uint8_t *next_row = next && row + 1 < shape->rows ? from + src->row_stride : next;
+            crc = copy(crc, to, from, row_bytes, next_row, stream);
+            from += src->row_stride;
+        } else {
+            memset(to, 0, row_bytes);
+        }
+        if (to) to += dst->row_stride;
+    }
+    return crc;
+}
+
+static uint32_t move_all(const Side *src, const Side *dst, const Shape *shape, Kernel *copy, int stream) {
     uint32_t crc = 0xFFFFFFFF;
     for (Py_ssize_t layer = 0; layer < shape->layers; layer++)
         for (Py_ssize_t component = 0; component < shape->components; component++)
             for (Py_ssize_t run = 0; run < shape->runs; run++) {
-                const uint8_t *from = src->bytes.buf ? run_at(src, layer, component, run) : NULL;
+                const uint8_t *from = NULL, *next = NULL;
+                if (src->bytes.buf) from = run_at(src, layer, component, run);
+                if (src->ids.buf) next = run + 1 < shape->runs ? run_at(src, layer, component, run + 1) : from;
                 uint8_t *to = dst->bytes.buf ? run_at(dst, layer, component, run) : NULL;
-                for (Py_ssize_t row = 0; row < shape->rows; row++) {
-                    uint8_t *to_row = to ? to + row * dst->row_stride : NULL;
-                    if (from) crc = copy(crc, to_row, from + row * src->row_stride, (size_t)shape->row_bytes, stream);
-                    else memset(to_row, 0, (size_t)shape->row_bytes);
-                }
+                crc = move_run(crc, src, from, next, dst, to, shape, copy, stream);
             }
 #if defined(__x86_64__)
     if (stream) _mm_sfence(); /* streaming stores are weakly ordered: whoever is told of them must see them */
@@ -328,7 +355,7 @@ static PyObject *move(PyObject *module, PyObject *args) {
         } else if ((src_tuple == Py_None || check(&src, &shape)) && (dst_tuple == Py_None || check(&dst, &shape))) {
             uint32_t crc;
             Py_BEGIN_ALLOW_THREADS
-            crc = walk(&src, &dst, &shape, tiers[tier < 0 ? tier + num_tiers : tier].copy, stream);
+            crc = move_all(&src, &dst, &shape, tiers[tier < 0 ? tier + num_tiers : tier].copy, stream);
             Py_END_ALLOW_THREADS
             result = PyLong_FromUnsignedLong(crc);
         }

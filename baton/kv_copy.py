@@ -69,7 +69,7 @@ def gather(
     if out.readonly:
         raise ValueError("out is read-only")
     pool = part.pool("memory", memory, num_blocks, "block_ids", block_ids)
-    return part.move(pool, part.wire("out", out))
+    return part.move(pool, part.wire("out", out), stream=False)
 
 
 def scatter(
@@ -180,10 +180,11 @@ class _Part:
         layer_stride = num_components * component_stride
         return (name, buffer, 0, layer_stride, component_stride, self.run_bytes, row_bytes, "", None, 0)
 
-    def move(self, src: _Side | None, dst: _Side | None) -> int:
+    def move(self, src: _Side | None, dst: _Side | None, *, stream: bool = True) -> int:
+        """Copy. `stream` writes around the caches: right for a pool, wrong for a frame, which is read again at once."""
         if self.nbytes == 0:
             return 0  # the crc32c of nothing
-        return _kv_copy.move(src, dst, self.shape, False, _FASTEST)
+        return _kv_copy.move(src, dst, self.shape, stream, _FASTEST)
 
 
 def _as_u32(name: str, block_ids: Sequence[int]) -> array[int]:
