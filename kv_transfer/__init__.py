@@ -11,6 +11,6 @@ The life of a block on its way, and the file of each step:
 
 `pair.py` joins one sender, one receiver and one channel; `core.py` all pairs of a worker; `plane.py` is the thread around it.
 
-Workers of unequal tensor-parallel degree: `head_plan.py` says which heads go between which ranks, `head_slices.py` shows those of a
+Unequal tensor-parallel degrees: `head_plan.py` says which heads go between which ranks, `head_slices.py` shows some heads of a
 pool as a pool, `joined_tickets.py` ends what several pairs feed.
 """
