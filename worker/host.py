@@ -28,6 +28,7 @@ from engine.ports import Engine, EngineLoad, StepResult
 from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady, TransportSettings
 from kv_transfer.failure import FailureReason
 from kv_transfer.pair import PairStatus
+from worker.cache_report import CacheReport
 from worker.engine_thread import Command, EngineThread
 from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
@@ -119,8 +120,7 @@ class WorkerHost:
         self._next_role: Role | None = None
         self.draining = False
         self._engine_load = engine.load()
-        self._cached: set[bytes] = set()
-        self._cache_generation = 0
+        self._cache_report = CacheReport()
         self._on_fatal = on_fatal
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
         self.engine = EngineCommands(self._thread.post)
@@ -203,8 +203,7 @@ class WorkerHost:
         opened.load.CopyFrom(self.load())
         opened.links.extend(self.links.statuses())
         session.send(worker_pb2.SessionEvent(opened=opened))
-        delta = worker_pb2.CacheDelta(generation=self._cache_generation, added=sorted(self._cached), reset=True)
-        session.send(worker_pb2.SessionEvent(cache_delta=delta))
+        session.greet(worker_pb2.SessionEvent(cache_delta=delta) for delta in self._cache_report.whole())
         return session
 
     def on_session(self, session: RouterSession, request: worker_pb2.SessionRequest) -> None:
@@ -295,17 +294,9 @@ class WorkerHost:
             for role in self._roles:
                 role.on_step(result)
             if result.cache_added or result.cache_removed:
-                self._publish_cache(result)
+                for delta in self._cache_report.change(result.cache_added, result.cache_removed):
+                    self.sessions.broadcast(worker_pb2.SessionEvent(cache_delta=delta))
             self._flush(result.step)
-
-    def _publish_cache(self, result: StepResult) -> None:
-        self._cached.update(result.cache_added)
-        self._cached.difference_update(result.cache_removed)
-        self._cache_generation += 1
-        delta = worker_pb2.CacheDelta(
-            generation=self._cache_generation, added=result.cache_added, removed=result.cache_removed
-        )
-        self.sessions.broadcast(worker_pb2.SessionEvent(cache_delta=delta))
 
     def _flush(self, step: int) -> None:
         if self.sessions.has_unsent():

@@ -23,6 +23,7 @@ from grpc_health.v1._async import HealthServicer
 from baton.config import WorkerConfig
 from baton.errors import ConfigError
 from baton.ids import new_epoch
+from baton.kv_layout import KVLayout
 from baton.log import get_log
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
@@ -172,7 +173,7 @@ class WorkerServer:
         try:
             self._host = WorkerHost(
                 config,
-                self._identity(model.spec, kv_cache.num_blocks),
+                self._identity(model.spec, kv_cache.layout, kv_cache.num_blocks),
                 self._hello(model.spec, plane.address, layout_to_pb(kv_cache.layout)),
                 engine,
                 plane,
@@ -247,7 +248,7 @@ class WorkerServer:
 
     # --- who we are ---
 
-    def _identity(self, spec: ModelSpec, num_blocks: int) -> worker_pb2.Opened:
+    def _identity(self, spec: ModelSpec, layout: KVLayout, num_blocks: int) -> worker_pb2.Opened:
         config = self._config
         return worker_pb2.Opened(
             worker_id=config.worker_id,
@@ -256,8 +257,10 @@ class WorkerServer:
             fingerprint=spec.fingerprint,
             max_model_len=max_model_len(config, spec),
             num_blocks=num_blocks,
-            block_size=config.engine.block_size,
+            block_size=layout.block_size,
             max_num_seqs=config.engine.max_num_seqs,
+            kv_dtype=layout.dtype,
+            kv_block_bytes=layout.block_bytes,
         )
 
     def _hello(self, spec: ModelSpec, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:

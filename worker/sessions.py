@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from baton.errors import BatonError
 from baton.log import get_log
@@ -31,6 +31,7 @@ class RouterSession:
         self.drop_reason = ""
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
+        self._greeting: Iterator[worker_pb2.SessionEvent] = iter(())
         self._outbox: deque[tuple[float, int, worker_pb2.SessionEvent]] = deque()
         self.num_bytes = 0  # not taken by gRPC yet
         self._wake = asyncio.Event()
@@ -78,6 +79,10 @@ class RouterSession:
             self.send(worker_pb2.SessionEvent(step=self._step))
             self._step = None
 
+    def greet(self, events: Iterator[worker_pb2.SessionEvent]) -> None:
+        """What follows the first message, before all else. Made as it is written, so it takes no room in the outbox."""
+        self._greeting = events
+
     def send(self, event: worker_pb2.SessionEvent) -> None:
         if self.is_closed:
             return
@@ -109,6 +114,10 @@ class RouterSession:
                 yield event
                 self._outbox.popleft()
                 self.num_bytes -= size
+                for greeting in self._greeting:
+                    if self.is_closed:
+                        return
+                    yield greeting
             self._wake.clear()
             if not self._outbox and not self.is_closed:
                 await self._wake.wait()

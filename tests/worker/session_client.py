@@ -26,6 +26,9 @@ class SessionClient:
         self.logprobs: dict[int, dict[int, tuple[float, list[int]]]] = {}  # seq -> index -> (logprob, top ids)
         self.ended: dict[int, worker_pb2.Ended] = {}
         self.refused: dict[int, worker_pb2.ErrorInfo] = {}
+        self.cached: set[bytes] = set()
+        self.cache_generation = -1
+        self.num_cache_deltas = 0
         self.failure: grpc.aio.AioRpcError | None = None
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._changed = asyncio.Condition()
@@ -103,10 +106,22 @@ class SessionClient:
             self.refused[event.refused.seq] = event.refused.error
         elif kind == "links":
             self.links = {link.peer.worker_id: link for link in event.links.links}
+        elif kind == "cache_delta":
+            self._on_cache_delta(event.cache_delta)
         elif kind == "load":
             self.load = event.load
         elif kind == "heartbeat":
             self.load = event.heartbeat.load
+
+    def _on_cache_delta(self, delta: worker_pb2.CacheDelta) -> None:
+        """Takes no reset but the first, and no gap."""
+        assert delta.reset == (self.cache_generation < 0), "a reset in the middle, or none at the start"
+        assert delta.reset or delta.generation - self.cache_generation in (0, 1), "a change is missing"
+        assert self.cached.isdisjoint(delta.added), "a block was added twice"
+        assert self.cached.issuperset(delta.removed), "a block was removed that was never added"
+        self.cached = (self.cached - set(delta.removed)) | set(delta.added)
+        self.cache_generation = delta.generation
+        self.num_cache_deltas += 1
 
     def _on_ended(self, ended: worker_pb2.Ended) -> None:
         assert ended.seq not in self.ended, "a sequence ended twice on one worker"
