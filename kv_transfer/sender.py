@@ -31,6 +31,7 @@ from baton.kv_copy import checksum
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
+from kv_transfer.failure import FailureReason
 from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, crc32c, write_header
 from kv_transfer.transfer_plan import FramePlan, plan_frames
 
@@ -221,7 +222,7 @@ class Sender:
         for transfer in list(self._transfers.values()):
             if now_s >= transfer.deadline_s:
                 self.num_expired += 1
-                self.close(transfer.seq, LEASE_EXPIRED, now_s)
+                self.close(transfer.seq, FailureReason.NO_ACK if transfer.shipped else LEASE_EXPIRED, now_s)
 
     def stuck_since_s(self) -> float | None:
         """When the oldest frame without a credit was sent, None if there is none."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
+from kv_transfer.failure import FailureReason
 from kv_transfer.frame import HEADER_BYTES, FrameHeader, crc32c, read_header
 from kv_transfer.sender import LEASE_EXPIRED, Sender
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
@@ -157,4 +158,4 @@ def test_after_shipped_the_transfer_timeout_counts() -> None:
     bench.sender.poll(1.0 + TIMEOUT_S - 0.1)
     assert len(bench.events) == 1
     bench.sender.poll(1.0 + TIMEOUT_S)
-    assert bench.events[1:] == [OutgoingClosed(SEQ, LEASE_EXPIRED)]
+    assert bench.events[1:] == [OutgoingClosed(SEQ, FailureReason.NO_ACK)]
