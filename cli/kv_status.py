@@ -56,7 +56,7 @@ def _worker_row(worker: Mapping[str, Any]) -> list[str]:
 
 
 def _pair_cells(pair: Mapping[str, Any]) -> list[str]:
-    speed = f"{pair['bytes_sent'] / pair['sending_s'] / 1e9:.2f}" if pair["sending_s"] else "-"
+    speed = f"{pair['bytes_sent'] / pair['sending_s'] / 1e9:.3g}" if pair["sending_s"] else "-"
     return [
         pair["peer"],
         pair["state"],

@@ -399,8 +399,7 @@ class PrefillRole:
             if prefill.state is State.CLOSING:
                 continue
             if now_s > prefill.deadline_s:
-                error = DeadlineExceeded("the call's deadline passed during prefill")
-                self._fail(prefill, error, FailureReason.DEADLINE)
+                self._fail(prefill, DeadlineExceeded("the call's deadline passed during prefill"))
             elif prefill.prefill_ended_s and now_s - prefill.prefill_ended_s > self._transfer_timeout_s:
                 late = TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
                 self._fail(prefill, late, FailureReason.NO_ACK)
@@ -413,6 +412,7 @@ class PrefillRole:
         if isinstance(error, Cancelled):  # the router's Cancel reached decode before us
             self._end(prefill, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
         else:
+            reason = FailureReason.DEADLINE if isinstance(error, DeadlineExceeded) else reason  # whoever saw it first
             self._end(prefill, worker_pb2.OUTCOME_FAILED, error=error, reason=reason)
 
     def _end(

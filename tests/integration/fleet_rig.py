@@ -41,7 +41,7 @@ STOP_S = 20.0
 
 
 class WorkerProcess:
-    """One `python -m MODULE --config FILE`; `stop` must be called. It announces itself to nobody: see Fleet.add."""
+    """One `python -m MODULE --config FILE`, ended by `stopping`. It announces itself to nobody: see Fleet.add."""
 
     def __init__(
         self, config: WorkerConfig, folder: Path, module: str = "worker.main", env: Mapping[str, str] | None = None
@@ -71,29 +71,30 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def stop(self) -> None:
-        """End it in order; one that does not, or fails, is an error."""
-        self.process.terminate()
+    def wait_ended(self) -> str:
+        """Wait for the end of one that was told to; returns what was wrong with it, "" = nothing."""
         try:
-            _, status = self.process.communicate(timeout=STOP_S), self.process.returncode
+            self.process.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
-            status = -9
         self._log.close()
-        assert status == 0, Path(self._log.name).read_text()
+        status = self.process.returncode
+        return f"{self.worker_id} ended with {status}: {Path(self._log.name).read_text()}" if status else ""
 
 
 @contextlib.contextmanager
 def stopping(*workers: WorkerProcess) -> Iterator[tuple[WorkerProcess, ...]]:
-    """All workers ready inside; all stopped afterwards."""
+    """All workers ready inside; all told to stop afterwards, and each has to end in order."""
     try:
         for worker in workers:
             worker.wait_ready()
         yield workers
     finally:
         for worker in workers:
-            worker.stop()
+            worker.process.terminate()
+        wrong = [found for worker in workers if (found := worker.wait_ended())]
+        assert not wrong, wrong
 
 
 @dataclass
