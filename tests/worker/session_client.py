@@ -48,8 +48,19 @@ class SessionClient:
     def send(self, **message: object) -> None:
         self._outbox.put_nowait(worker_pb2.SessionRequest(**message))  # type: ignore[arg-type]
 
-    def submit(self, request: Request, decode: worker_pb2.Peer | None = None, ttl_ms: int = 60_000) -> None:
-        self.send(submit=worker_pb2.Submit(request=request_to_pb(request), decode=decode, ttl_ms=ttl_ms))
+    def submit(
+        self,
+        request: Request,
+        decode: worker_pb2.Peer | None = None,
+        ttl_ms: int = 60_000,
+        *,
+        pull_from: worker_pb2.Peer | None = None,
+        pull_blocks: int = 0,
+    ) -> None:
+        submit = worker_pb2.Submit(
+            request=request_to_pb(request), decode=decode, ttl_ms=ttl_ms, pull_from=pull_from, pull_blocks=pull_blocks
+        )
+        self.send(submit=submit)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S), self._changed:
