@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
-from baton import kv_copy
 from baton.config import WorkerConfig
 from baton.kv_layout import KVLayout
 from baton.v1 import kv_pb2
@@ -26,6 +25,7 @@ from decode_worker.decode_role import DecodeRole
 from decode_worker.decode_role import build as build_decode_role
 from engine.ports import Batch
 from engine.scripted_runner import ScriptedKVCache, ScriptedRunner
+from kv_transfer import receiver, sender
 from prefill_worker.prefill_role import PrefillRole
 from prefill_worker.prefill_role import build as build_prefill_role
 from worker.role import LinkPort, Ports
@@ -91,31 +91,36 @@ GATES = Gates()
 
 
 class HeldCache(ScriptedKVCache):
-    """The scripted engine's blocks; copies of them wait where a gate is armed. Without `direct` the plane must copy."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int, gates: Gates, *, direct: bool) -> None:
-        super().__init__(layout, num_blocks)
-        self._dense = self.memory
-        self._gates = gates
-        if not direct:
-            self.memory = None  # type: ignore[assignment]  # as a pool on a device: every frame is copied by us
+    """The scripted engine's blocks; copies of them wait where a gate is armed."""
 
     def gather(self, block_ids: Sequence[int], layer_start: int, num_layers: int, out: memoryview) -> int:
-        self._gates.pass_copy("gather")
-        return kv_copy.gather(self.layout, self._dense, self.num_blocks, block_ids, layer_start, num_layers, out)
+        GATES.pass_copy("gather")
+        return super().gather(block_ids, layer_start, num_layers, out)
 
     def scatter(self, block_ids: Sequence[int], layer_start: int, num_layers: int, data: memoryview) -> int:
-        self._gates.pass_copy("scatter")
-        return kv_copy.scatter(self.layout, self._dense, self.num_blocks, block_ids, layer_start, num_layers, data)
-
-    def clear(self, block_ids: Sequence[int], layer_start: int, num_layers: int) -> None:
-        kv_copy.clear(self.layout, self._dense, self.num_blocks, block_ids, layer_start, num_layers)
+        GATES.pass_copy("scatter")
+        return super().scatter(block_ids, layer_start, num_layers, data)
 
 
-def held_runner(layout: KVLayout, num_blocks: int, *, direct: bool) -> ScriptedRunner:
+def held_runner(layout: KVLayout, num_blocks: int, allocate: Callable[[int], memoryview]) -> ScriptedRunner:
     runner = ScriptedRunner(layout, num_blocks, before_run=GATES.slow_down)
-    runner.kv_cache = HeldCache(layout, num_blocks, GATES, direct=direct)
+    runner.kv_cache = HeldCache(layout, num_blocks, allocate(num_blocks * layout.block_bytes))
     return runner
+
+
+def hold_direct_copies() -> None:
+    """Direct mode copies without the store: the sender's and the receiver's own functions wait where a gate is armed."""
+    of_sender, of_receiver = vars(sender), vars(receiver)
+    of_sender["checksum"] = _held("gather", of_sender["checksum"])
+    of_receiver["copy_blocks"] = _held("scatter", of_receiver["copy_blocks"])
+
+
+def _held(name: str, copy: Callable[..., int]) -> Callable[..., int]:
+    def held(*arguments: object) -> int:
+        GATES.pass_copy(name)
+        return copy(*arguments)
+
+    return held
 
 
 def seq_of(kind: str, message: kv_pb2.LinkMessage) -> int:

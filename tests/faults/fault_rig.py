@@ -52,16 +52,14 @@ FULL = Times(lease_s=5.0, stop_s=10.0)
 class FaultWorker:
     """One process. `kill` and `stop` are SIGKILL and SIGSTOP."""
 
-    def __init__(self, config: WorkerConfig, *, direct: bool = False) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.direct = direct
         self.was_killed = False
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(to_json(config))
             file.flush()
-            flags = ["--direct"] if direct else []
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.fault_worker", "--config", file.name, *flags],
+                [sys.executable, "-m", "tests.faults.fault_worker", "--config", file.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if not os.environ.get("FAULT_LOGS") else None,
@@ -85,7 +83,7 @@ class FaultWorker:
     def again(self, *, same_address: bool) -> FaultWorker:
         """Another process in its place."""
         config = dataclasses.replace(self.config, port=self.port if same_address else 0)
-        return FaultWorker(config, direct=self.direct)
+        return FaultWorker(config)
 
     def ask(self, command: str, *arguments: object) -> Any:
         assert self.process.stdin is not None
@@ -301,8 +299,8 @@ class Fleet:
     def __init__(self) -> None:
         self.workers: list[FaultWorker] = []
 
-    async def start(self, *configs: WorkerConfig, direct: bool = False) -> list[FaultWorker]:
-        starts = (asyncio.to_thread(FaultWorker, config, direct=direct) for config in configs)
+    async def start(self, *configs: WorkerConfig) -> list[FaultWorker]:
+        starts = (asyncio.to_thread(FaultWorker, config) for config in configs)
         started = await asyncio.gather(*starts)
         self.workers += started
         return started
@@ -332,20 +330,28 @@ class Fleet:
 @contextlib.contextmanager
 def fleet() -> Iterator[Fleet]:
     """Workers for one test, and proof that nothing of them is left."""
-    segments = set(os.listdir("/dev/shm"))
+    files = shared_files()
     workers = Fleet()
     try:
         yield workers
     finally:
         wrong = workers.end()
     assert not wrong
-    left = {name for name in set(os.listdir("/dev/shm")) - segments if made_by(name, workers)}
-    assert not left, f"left in /dev/shm: {left}"
+    give_up_s = time.monotonic() + PATIENCE_S
+    while left := (shared_files() - files) | segments_of(workers):  # UCX unlinks its files right after it made them
+        assert time.monotonic() < give_up_s, f"shared memory is left: {left}"
+        time.sleep(0.1)
 
 
-def made_by(segment: str, workers: Fleet) -> bool:
-    """Whether a shared-memory file names a process of ours; other work on this machine makes such files, too."""
-    return any(str(worker.process.pid) in segment for worker in workers.workers) or "baton" in segment
+def shared_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("ucx")}
+
+
+def segments_of(workers: Fleet) -> set[str]:
+    """System V segments that these made and that nobody has removed."""
+    pids = {str(worker.process.pid) for worker in workers.workers}
+    lines = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    return {segment for _, segment, _, _, creator, *_ in lines if creator in pids}
 
 
 @contextlib.asynccontextmanager

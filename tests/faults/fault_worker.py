@@ -1,11 +1,11 @@
-"""`python -m tests.faults.fault_worker --config FILE [--direct]`: worker.main with a scripted engine and gates.
+"""`python -m tests.faults.fault_worker --config FILE`: worker.main with a scripted engine and gates.
 
 Each line of standard input is a JSON list [command, *arguments]; each is answered by one line ["answer", value]:
 
     hold KIND SEQ        keep link messages of this kind that name SEQ     copy NAME N    let N copies pass, stop the next
     pace SECONDS         of every step that decodes                        trouble RATES  of link messages
     release              all of it ends                                    held           counts by gate
-    found                what the scripted engine found wrong              resources      fds, threads, resident bytes
+    found                what the scripted engine found wrong              resources      fds, threads, shared mappings, rss
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import json
 import os
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 
 from baton.config import WorkerConfig
 from engine.scripted_runner import ScriptedRunner
-from tests.faults.fault_gates import GATES, held_runner
+from tests.faults.fault_gates import GATES, held_runner, hold_direct_copies
 from tests.worker.scripted_worker import LAYOUT, SPEC
 from worker.main import main
-from worker.server import LoadedModel
+from worker.server import Allocate, LoadedModel
 
 RUNNERS: list[ScriptedRunner] = []
-DIRECT = "--direct" in sys.argv
 
 
-def load_scripted_model(config: WorkerConfig) -> LoadedModel:
-    runner = held_runner(LAYOUT, config.engine.num_blocks, direct=DIRECT)
+def load_scripted_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
+    runner = held_runner(LAYOUT, config.engine.num_blocks, allocate)
     RUNNERS.append(runner)
     return LoadedModel(SPEC, runner)
 
@@ -52,8 +52,14 @@ def obey(command: str, *arguments: object) -> object:
             return RUNNERS[0].faults
         case ["resources"]:
             process = psutil.Process()
-            threads = [thread.name for thread in threading.enumerate()]
-            return [len(os.listdir("/proc/self/fd")), sorted(threads), process.memory_info().rss]
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            shared = sum("/SYSV" in line or "/dev/shm/" in line for line in maps)
+            return {
+                "fds": len(os.listdir("/proc/self/fd")),
+                "threads": threading.active_count(),
+                "shared": shared,
+                "rss": process.memory_info().rss,
+            }
         case _:
             raise ValueError(f"no such command: {command} {arguments}")
     return None
@@ -65,7 +71,6 @@ def listen() -> None:
 
 
 if __name__ == "__main__":
-    if DIRECT:
-        sys.argv.remove("--direct")
+    hold_direct_copies()
     threading.Thread(target=listen, name="commands", daemon=True).start()
     sys.exit(main(load_scripted_model))
