@@ -10,8 +10,9 @@ A channel has the same numbered lanes on both ends, `num_slots` in each directio
 So each message finds its receive posted and nothing piles up at either end. A channel moves bytes and believes nothing in
 them. It is driven by one thread; only `Transport.wake` may be called from others.
 
-Where a transport can map memory of another process, the probe frame carries `exports()` and the other end calls `attach`: then
-send slots are the peer's ring slots themselves, and the peer's block pool can be read in place (direct mode).
+The probe frame, which is small, carries `exports()`; the other end calls `attach` with them before it sends any other. Where a
+transport can map memory of another process, send slots then are the peer's ring slots themselves, and the peer's block pool can
+be read in place (direct mode).
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ class Channel(Protocol):
         ...
 
     def attach(self, exports: bytes) -> PeerPool | None:
-        """Map what the peer exports, as far as the transport can; its pool, if that is readable now."""
+        """Reach what the peer exports: frames can be sent now. Returns its pool, if that is readable from here.
+
+        Raises:
+            TransferFailed: its ring cannot be reached.
+        """
         ...
 
     def post_frame(self, slot: int) -> None: ...

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.config import KVTransferConfig
+from baton.errors import TransferFailed
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Channel, ChannelLost, Credit, FrameArrived, SendDone
 from kv_transfer.events import KVEvent, PairLost, PairReady
@@ -106,6 +107,7 @@ class Pair:
         self._sending_s = 0.0
         self._polled_s = now_s
         for slot in range(channel.num_slots):
+            erase_header(channel.ring_slot(slot))  # a ring may have served another pair
             channel.post_frame(slot)
             channel.post_credit(slot)
             channel.send_credit(Credit(slot, turn=0, accepted=True))
@@ -138,7 +140,9 @@ class Pair:
 
     def check_timers(self, now_s: float) -> None:
         """Expire what is overdue. Arrived frames are judged first, so that our own delay is not taken for the peer's."""
-        if self.state is PairState.LOST or self._arrivals:
+        while self._arrivals and self.state is not PairState.LOST:  # at most `num_slots` of them
+            self._judge_one(now_s)
+        if self.state is PairState.LOST:
             return
         self.sender.poll(now_s)
         self.receiver.poll(now_s)
@@ -195,7 +199,11 @@ class Pair:
         was_probed = self.receiver.probe is not None
         credit = self.receiver.on_frame(slot, memory, now_s)
         if credit is not None and self.receiver.probe is not None and not was_probed:
-            self.receiver.peer_pool = self.channel.attach(self.receiver.probe[NONCE_BYTES:])
+            try:
+                self.receiver.peer_pool = self.channel.attach(self.receiver.probe[NONCE_BYTES:])
+            except TransferFailed as error:
+                self.lose(error.message, now_s)
+                return True
             credit = replace(credit, can_pull=self._can_pull())
         erase_header(memory)
         self.channel.post_frame(slot)

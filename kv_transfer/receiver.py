@@ -207,12 +207,15 @@ class Receiver:
     def _pull(self, block_ids: Sequence[int], header: FrameHeader, places: memoryview) -> int | None:
         """Read blocks at `places` of the peer's pool into ours; the crc32c of what was read, None for places it has not."""
         pool = self.peer_pool
-        if pool is None or self._store.memory is None or max(places) >= pool.num_blocks:
+        if pool is None or self._store.memory is None:
             return None
-        return copy_blocks(
-            self._store.layout, pool.memory, pool.num_blocks, places, self._store.memory, self._store.num_blocks,
-            block_ids, header.layer_start, header.num_layers,
-        )  # fmt: skip
+        try:
+            return copy_blocks(
+                self._store.layout, pool.memory, pool.num_blocks, places, self._store.memory, self._store.num_blocks,
+                block_ids, header.layer_start, header.num_layers,
+            )  # fmt: skip
+        except ValueError:  # said before a byte moved: the peer's pool is not what it told, or has no such place
+            return None
 
     def _count(self, ticket: _Ticket, header: FrameHeader) -> None:
         ticket.frames.add(header.index)

@@ -1,12 +1,12 @@
 """Memory that UCX allocates so that peers may map it, and a peer's memory mapped here. ucxx has no calls for either.
 
-Shared-memory transports let `ucp_rkey_ptr` turn a remote key into a local address; other transports refuse, and the owner of
-the path then sends bytes. A mapping stays readable and writable after the other process died: its pages live as long as anyone
+Shared-memory transports let `ucp_rkey_ptr` turn a remote key into a local address; through others the region is written with
+puts. A mapping stays readable and writable after the other process died: its pages live as long as anyone
 maps them, so a late access harms nobody. Segments carry no name once they are mapped (UCX removes it at once), so a killed
 process leaves none behind.
 
-Source: ucp_mem_map, ucp_rkey_pack, ucp_ep_rkey_unpack, ucp_rkey_ptr in ucp/api/ucp.h of UCX 1.21. KV thread, but for
-`allocate`, which comes before it starts.
+Source: ucp_mem_map, ucp_rkey_pack, ucp_ep_rkey_unpack, ucp_rkey_ptr, ucp_put_nbx, ucp_ep_flush_nbx in ucp/api/ucp.h of UCX 1.21.
+KV thread, but for `allocate` of a block pool, which comes before it starts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 import libucx  # type: ignore[import-untyped]
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, TransferFailed
 
 _MAP_FIELDS = 1 << 1 | 1 << 2  # UCP_MEM_MAP_PARAM_FIELD_LENGTH, _FLAGS
 _MAP_ALLOCATE = 1 << 1  # UCP_MEM_MAP_ALLOCATE
 _ATTR_ADDRESS = 1 << 0  # UCP_MEM_ATTR_FIELD_ADDRESS
+_IN_PROGRESS = 1  # UCS_INPROGRESS in ucs/type/status.h
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; madvise(2)
 _handle = ctypes.c_void_p
 _libc = ctypes.CDLL(None)
@@ -39,6 +40,12 @@ class _MapParams(ctypes.Structure):
         ("memory_type", ctypes.c_int),
         ("exported_memh_buffer", ctypes.c_void_p),
     )
+
+
+class _RequestParams(ctypes.Structure):
+    """ucp_request_param_t with no field set but the mask, which says so; the rest is only room for it."""
+
+    _fields_ = (("op_attr_mask", ctypes.c_uint32), ("flags", ctypes.c_uint32), ("fields", ctypes.c_uint64 * 16))
 
 
 class _MemAttr(ctypes.Structure):
@@ -92,37 +99,75 @@ def allocate(context: Any, nbytes: int) -> tuple[memoryview, Region]:
     return memoryview(memory).cast("B"), Region(attr.address, nbytes, rkey)
 
 
-class MappedRegion:
-    """A peer's region at an address of this process, until `close`."""
+class RemoteRegion:
+    """A peer's region as an endpoint reaches it: mapped here, or written to with puts. Until `close`."""
 
-    def __init__(self, rkey: ctypes.c_void_p, address: int, nbytes: int) -> None:
-        self._rkey = rkey
-        self.address = address
-        self.nbytes = nbytes
+    def __init__(self, endpoint_handle: int, region: Region) -> None:
+        """Raises: TransferFailed where UCX does not take the key."""
+        ucp = _library()
+        self._region = region
+        self._endpoint = endpoint_handle
+        self._rkey = _handle()
+        if ucp.ucp_ep_rkey_unpack(endpoint_handle, region.rkey, ctypes.byref(self._rkey)) != 0:
+            raise TransferFailed("the peer's memory key cannot be used on this path")
+        pointer = _handle()
+        status = ucp.ucp_rkey_ptr(self._rkey, region.address, ctypes.byref(pointer))
+        is_mapped = status == 0 and pointer.value is not None and _is_mapped(pointer.value, region.nbytes)
+        self.address: int | None = pointer.value if is_mapped else None  # in this process; None: only puts reach it
 
     def view(self) -> memoryview:
-        """The bytes; not to be used after `close`."""
-        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+        """The bytes of a mapped region; not to be used after `close`."""
+        assert self.address is not None, "not mapped"
+        return memoryview((ctypes.c_ubyte * self._region.nbytes).from_address(self.address)).cast("B")
 
     def prefault(self) -> None:
-        """Make its pages writable now, so that the first frames do not pay for it; older kernels leave it to them."""
-        _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_WRITE)
+        """Make a mapped region's pages writable now, so that the first frames do not pay for it; old kernels leave it."""
+        _libc.madvise(self.address, self._region.nbytes, _MADV_POPULATE_WRITE)
+
+    def put(self, data: memoryview, offset: int) -> PendingPut:
+        """Begin to write `data` at `offset` of the region; `data` stays as it is until the put is done."""
+        ucp = _library()
+        source = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
+        where = self._region.address + offset
+        put = ucp.ucp_put_nbx(self._endpoint, source, data.nbytes, where, self._rkey, ctypes.byref(_NO_OPTIONS))
+        if not _is_error(put):
+            if put:
+                ucp.ucp_request_free(put)  # it goes on by itself, and the flush ends after it
+            put = ucp.ucp_ep_flush_nbx(self._endpoint, ctypes.byref(_NO_OPTIONS))
+        return PendingPut(put)
 
     def close(self) -> None:
         _library().ucp_rkey_destroy(self._rkey)
 
 
-def map_region(endpoint_handle: int, region: Region) -> MappedRegion | None:
-    """Map a peer's region; None where the endpoint's transports cannot, or it is not as large as the peer says."""
-    ucp = _library()
-    rkey, pointer = _handle(), _handle()
-    if ucp.ucp_ep_rkey_unpack(endpoint_handle, region.rkey, ctypes.byref(rkey)) != 0:
-        return None
-    status = ucp.ucp_rkey_ptr(rkey, region.address, ctypes.byref(pointer))
-    if status == 0 and pointer.value is not None and _is_mapped(pointer.value, region.nbytes):
-        return MappedRegion(rkey, pointer.value, region.nbytes)
-    ucp.ucp_rkey_destroy(rkey)
-    return None
+class PendingPut:
+    """A put and the flush behind it. Poll `status` until it is not IN_PROGRESS; closing the endpoint ends it too."""
+
+    def __init__(self, request: int | None) -> None:
+        self._request = request
+        self._status = _IN_PROGRESS
+
+    def status(self) -> int:
+        """A ucs_status_t: 0 once all bytes are in the peer's memory, IN_PROGRESS, or an error below 0."""
+        if self._status == _IN_PROGRESS:
+            if not self._request:
+                self._status = 0
+            elif _is_error(self._request):
+                self._status = ctypes.c_int8(self._request & 0xFF).value
+            else:
+                self._status = _library().ucp_request_check_status(self._request)
+                if self._status != _IN_PROGRESS:
+                    _library().ucp_request_free(self._request)
+        return self._status
+
+    @property
+    def in_progress(self) -> bool:
+        return self.status() == _IN_PROGRESS
+
+
+def _is_error(pointer: int | None) -> bool:
+    """Source: UCS_PTR_IS_ERR in ucs/type/status.h: the last 100 addresses are negated error codes."""
+    return pointer is not None and pointer >= (1 << 64) - 100
 
 
 def _is_mapped(address: int, nbytes: int) -> bool:
@@ -148,6 +193,8 @@ def _library() -> ctypes.CDLL:
     global _ucp
     if _ucp is None:
         _ucp = libucx.load_library()[-1]
+        for name in _RETURN_STATUS:
+            getattr(_ucp, name).restype = ctypes.c_int8  # ucs_status_t is a packed enum: one byte
         _ucp.ucp_mem_map.argtypes = (_handle, ctypes.POINTER(_MapParams), ctypes.POINTER(_handle))
         _ucp.ucp_mem_query.argtypes = (_handle, ctypes.POINTER(_MemAttr))
         _ucp.ucp_mem_unmap.argtypes = (_handle, _handle)
@@ -160,7 +207,21 @@ def _library() -> ctypes.CDLL:
         _ucp.ucp_rkey_ptr.argtypes = (_handle, ctypes.c_uint64, ctypes.POINTER(_handle))
         _ucp.ucp_rkey_destroy.argtypes = (_handle,)
         _ucp.ucp_rkey_destroy.restype = None
+        _ucp.ucp_put_nbx.argtypes = (
+            _handle, _handle, ctypes.c_size_t, ctypes.c_uint64, _handle, ctypes.POINTER(_RequestParams),
+        )  # fmt: skip
+        _ucp.ucp_put_nbx.restype = _handle
+        _ucp.ucp_ep_flush_nbx.argtypes = (_handle, ctypes.POINTER(_RequestParams))
+        _ucp.ucp_ep_flush_nbx.restype = _handle
+        _ucp.ucp_request_check_status.argtypes = (_handle,)
+        _ucp.ucp_request_free.argtypes = (_handle,)
+        _ucp.ucp_request_free.restype = None
     return _ucp
 
 
+_RETURN_STATUS = (
+    "ucp_mem_map", "ucp_mem_query", "ucp_mem_unmap", "ucp_rkey_pack", "ucp_ep_rkey_unpack", "ucp_rkey_ptr",
+    "ucp_request_check_status",
+)  # fmt: skip
+_NO_OPTIONS = _RequestParams(op_attr_mask=0)
 _ucp: ctypes.CDLL | None = None  # loaded once, on first use

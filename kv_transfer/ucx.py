@@ -8,10 +8,12 @@ Order of calls, and why (measured with ucxx 0.52 / UCX 1.21, DESIGN section 6):
   as quarantined, until each of its receives has completed.
 
 Tags: pair nonce (folded to 48 bits) | direction (1) | credit or frame (1) | slot (14). Each tag has at most one message under
-way, and its receive is posted before the message may be sent. The last credit slot carries the goodbye of a peer that closes
-while it lives: shared memory reports only death. What a peer had under way when its pair closed lands in UCX's unexpected queue
-and is swept from there for a while; all but announcements of large messages, whose data was never sent: some 200 bytes each, at
-most one per slot of a closed pair.
+way, and its receive is posted before the message may be sent. Tagged messages are small: a frame's payload is written into the
+peer's ring slot, in place where that is mapped, else by a put with a flush behind it; then its header goes as a message. So
+RNDV_THRESH is inf: UCX needs no rendezvous, and only then are puts over TCP zero-copy with error handling (docs/kv_tcp.md).
+The last credit slot carries the goodbye of a peer that closes while it lives: shared memory reports only death. What a peer had
+under way when its pair closed lands in UCX's unexpected queue, and is swept from there for a while, or in a ring that only other
+pairs will use.
 
 Everything runs on the KV thread but `wake`. An address is UCX's, behind a magic word, a crc32c (UCX aborts the process on an
 address that it cannot parse) and the identity of the process (liveness.py).
@@ -21,14 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import select
 import struct
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ucxx
@@ -43,7 +45,7 @@ from kv_transfer.events import TransportSettings
 from kv_transfer.frame import CREDIT_BYTES, HEADER_BYTES, crc32c, pack_credit, unpack_credit
 from kv_transfer.liveness import ProcessIdentity, own_identity
 from kv_transfer.rdma import is_rdma, missing_for_rdma
-from kv_transfer.ucp_memory import MappedRegion, Region, allocate, map_region
+from kv_transfer.ucp_memory import PendingPut, Region, RemoteRegion, allocate
 from kv_transfer.ucp_query import endpoint_transports
 from kv_transfer.ucx_exports import Exports, PoolExport, unpack_exports
 
@@ -51,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_OPTIONS = {  # kv.ucx may override them
     "KEEPALIVE_INTERVAL": "1s",  # a killed peer on shared memory is noticed in 0.64-0.80 s; UCX's own 20 s is too long
+    "RNDV_THRESH": "inf",  # puts over TCP stay zero-copy: docs/kv_tcp.md
     "POSIX_ERROR_HANDLING": "y",
     "SYSV_ERROR_HANDLING": "y",
 }
@@ -63,12 +66,18 @@ _SHM_NAMES = ("all", "shm", "sm", "mm", "posix", "sysv")
 _OK, _TRUNCATED = 0, -9  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
 LIVENESS_PERIOD_S = 0.5  # how often peers on this machine are looked at; half of UCX's keepalive
 SWEEP_S = 10.0  # how long a closed pair's tags are swept; its peer is told, or dead, long before
-MAX_SWEPT_BYTES = 8192  # above it UCX announces a message instead of sending it (UCX_RNDV_THRESH, set by `import ucxx`)
+MAX_SWEPT_BYTES = 8192  # tagged messages are smaller
+MAX_TAGGED_BYTES = (
+    4096  # a frame up to this size goes as one message; a longer one's payload is put, then its header sent
+)
 MAX_MOVES = 64  # progress calls that moved something in one turn: shared memory moves 8 KiB in each
 CLOSING_S = 1.0  # how long a close is pressed for; requests that outlive it are looked at every LIVENESS_PERIOD_S
 _ADDRESS_MAGIC = b"BUC1"
 _ADDRESS_HEAD = struct.Struct("<4sIIQ")  # magic, crc32c of what follows, pid, start time of the process
 _ADDRESS_UNCHECKED_BYTES = 8  # magic and crc
+
+
+Slots: TypeAlias = tuple[memoryview, Region]
 
 
 class UcxTransport:
@@ -90,6 +99,7 @@ class UcxTransport:
         self._worker.init_blocking_progress_mode()
         self.address = _pack_address(self._worker.address.tobytes(), own_identity())
         self._regions: list[Region] = []  # allocated for block pools
+        self._slots: dict[int, deque[Slots]] = {}  # of closed channels, by size, for the next ones
         self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
         self._closing_until_s = 0.0
@@ -109,8 +119,16 @@ class UcxTransport:
         self._regions.append(region)
         return memory
 
-    def allocate_ring(self, nbytes: int) -> tuple[memoryview, Region]:
-        return allocate(self._context, nbytes)
+    def borrow_slots(self, nbytes: int) -> Slots:
+        """Memory for a ring or for send slots, from a closed channel where there is one.
+
+        It never serves anything else: what a peer of a closed pair still writes lands in frames, where a checksum fails.
+        """
+        free = self._slots.get(nbytes)
+        return free.popleft() if free else allocate(self._context, nbytes)
+
+    def give_back(self, slots: Slots) -> None:
+        self._slots.setdefault(len(slots[0]), deque()).append(slots)
 
     def export_pool(self, store: BlockStore) -> PoolExport | None:
         """None where the pool does not lie in memory of this transport."""
@@ -176,6 +194,7 @@ class UcxTransport:
         self._epoll.close()
         if self._closing:
             _log.error("kv slots still quarantined at stop channels=%d", len(self._closing))
+        self._slots.clear()
         del self._worker, self._context  # UCX is shut down by their destructors
 
     def flush(self, request: Any) -> None:
@@ -225,10 +244,15 @@ class UcxChannel:
         self._process = process if process.is_running() else None  # None: not to be seen from here
         self._base = ((nonce ^ nonce >> 48) & 0xFFFF_FFFF_FFFF) << 16
         self._outgoing = outgoing_lane
-        self._ring_memory, self._ring_region = transport.allocate_ring(num_slots * frame_bytes)
-        self._send_memory = memoryview(mmap.mmap(-1, num_slots * frame_bytes))  # touched where `attach` maps nothing
-        self._peer_ring: MappedRegion | None = None
-        self._peer_pool: MappedRegion | None = None
+        self._ring_slots: Slots | None = transport.borrow_slots(num_slots * frame_bytes)
+        self._send_slots: Slots | None = None  # own ones; None where frames are made in the peer's ring
+        self._ring_memory, self._ring_region = self._ring_slots
+        self._send_memory = memoryview(
+            bytearray(num_slots * frame_bytes)
+        )  # for the probe; `attach` brings the real one
+        self._peer_ring: RemoteRegion | None = None
+        self._peer_pool: RemoteRegion | None = None
+        self._puts: dict[int, PendingPut] = {}  # by slot; the header follows
         self._credits = np.zeros((num_slots, CREDIT_BYTES), dtype=np.uint8)
         self._ring = [Array(self.ring_slot(slot)) for slot in range(num_slots)]
         self._frame_receives: dict[int, Any] = {}  # by slot
@@ -258,17 +282,19 @@ class UcxChannel:
     def attach(self, exports: bytes) -> PeerPool | None:
         told = unpack_exports(exports)
         if told is None or told.ring.nbytes != self.num_slots * self.frame_bytes:
-            return None
-        self._peer_ring = map_region(self._endpoint.handle, told.ring)
-        if self._peer_ring is None:
-            self._send_memory = memoryview(mmap.mmap(-1, len(self._send_memory), flags=_MAP_FLAGS))
+            raise TransferFailed("the peer's probe does not describe a ring of the agreed size")
+        self._peer_ring = RemoteRegion(self._endpoint.handle, told.ring)
+        if self._peer_ring.address is None:
+            self._send_slots = self._transport.borrow_slots(self.num_slots * self.frame_bytes)
+            self._send_memory = self._send_slots[0]
             return None
         self._peer_ring.prefault()
         self._send_memory = self._peer_ring.view()
-        self._peer_pool = None if told.pool is None else map_region(self._endpoint.handle, told.pool.region)
-        if told.pool is None or self._peer_pool is None:
+        if told.pool is None:
             return None
-        return PeerPool(told.pool.at(self._peer_pool.address), told.pool.num_blocks)
+        self._peer_pool = RemoteRegion(self._endpoint.handle, told.pool.region)
+        address = self._peer_pool.address
+        return None if address is None else PeerPool(told.pool.at(address), told.pool.num_blocks)
 
     def post_frame(self, slot: int) -> None:
         tag = self._tag(1 - self._outgoing, False, slot)
@@ -279,8 +305,15 @@ class UcxChannel:
         self._credit_receives[slot] = self._endpoint.tag_recv(Array(self._credits[slot]), tag)
 
     def send_frame(self, slot: int, nbytes: int) -> None:
-        if self._peer_ring is not None:
-            nbytes = HEADER_BYTES  # the rest was written in place
+        if self._peer_ring is None or nbytes <= MAX_TAGGED_BYTES:
+            self._send_tagged(slot, nbytes)
+        elif self._peer_ring.address is not None:  # the payload was written in place
+            self._send_tagged(slot, HEADER_BYTES)
+        else:
+            payload = self.send_slot(slot)[HEADER_BYTES:nbytes]
+            self._puts[slot] = self._peer_ring.put(payload, slot * self.frame_bytes + HEADER_BYTES)
+
+    def _send_tagged(self, slot: int, nbytes: int) -> None:
         tag = self._tag(self._outgoing, False, slot)
         self._sends[slot] = self._endpoint.tag_send(Array(self.send_slot(slot)[:nbytes]), tag)
 
@@ -299,12 +332,22 @@ class UcxChannel:
                 events.append(Credit(slot, *answer))
         for slot in _take_completed(self._sends, self._failures):
             events.append(SendDone(slot))
+        self._follow_puts()
         self._credit_sends = [entry for entry in self._credit_sends if not entry[0].completed]
         if self._goodbye_receive.completed:
             self._failures.append("the peer closed the pair")
         if self._failures or not self._endpoint.alive:
             events.append(ChannelLost([*self._failures, "the UCX endpoint failed"][0]))
         return events
+
+    def _follow_puts(self) -> None:
+        """Send the header of each frame whose payload has arrived."""
+        for slot in [slot for slot, put in self._puts.items() if not put.in_progress]:
+            status = self._puts.pop(slot).status()
+            if status == _OK:
+                self._send_tagged(slot, HEADER_BYTES)
+            else:
+                self._failures.append(f"a UCX put failed with status {status}")
 
     def check_peer(self) -> None:
         if self._process is not None and not self._process.is_running():
@@ -323,24 +366,31 @@ class UcxChannel:
     @property
     def num_quarantined(self) -> int:
         """Slots of a closed channel that UCX may still read or write; 0 before close."""
+        if not self._closed:
+            return 0
         requests = [*self._frame_receives.values(), *self._sends.values()]
-        return sum(not request.completed for request in requests) if self._closed else 0
+        return sum(not request.completed for request in requests) + sum(put.in_progress for put in self._puts.values())
 
     def release(self) -> bool:
         """Free the endpoint and the slots of a closed channel; False while UCX still uses any memory of it."""
         requests = [*self._frame_receives.values(), *self._sends.values(), *self._credit_receives.values()]
         requests += [self._goodbye_receive, *(request for request, _ in self._credit_sends)]
-        if not all(request.completed for request in requests):
+        if not all(request.completed for request in requests) or any(put.in_progress for put in self._puts.values()):
             return False
         for requests_by_slot in (self._frame_receives, self._sends, self._credit_receives):
             requests_by_slot.clear()
         self._credit_sends.clear()
         self._ring.clear()
         self._ring_memory = self._send_memory = memoryview(b"")
-        for mapped in (self._peer_pool, self._peer_ring):
-            if mapped is not None:
-                mapped.close()
+        for slots in (self._ring_slots, self._send_slots):
+            if slots is not None:
+                self._transport.give_back(slots)
+        for region in (self._peer_pool, self._peer_ring):
+            if region is not None:
+                region.close()
         self._goodbye_receive = self._endpoint = self._peer_pool = self._peer_ring = None
+        self._ring_slots = self._send_slots = None
+        self._puts.clear()
         return True
 
     def incoming_tags(self) -> list[Any]:
@@ -351,9 +401,6 @@ class UcxChannel:
 
     def _tag(self, direction: int, is_credit: bool, slot: int) -> Any:
         return libucxx.UCXXTag(self._base | direction << 15 | is_credit << 14 | slot)
-
-
-_MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE  # first touch costs 0.2-0.4 GB/s: pay at connect
 
 
 def check_shared_memory(path: str) -> None:

@@ -1,6 +1,6 @@
 """What a UCX channel tells its peer of its own memory, inside the probe frame: the ring to write frames into, the pool to read.
 
-The frame's checksum guards these bytes; what they claim is checked by whoever maps the memory (ucp_memory.map_region). Pure.
+The frame's checksum guards these bytes; what they claim is checked by whoever maps the memory (ucp_memory.py). Pure.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def unpack_exports(data: bytes) -> Exports | None:
             return Exports(ring, None)
         region, rest = _unpack_region(rest)
         *fields, num_blocks = _POOL.unpack(rest)
-    except struct.error:
+        memory = KVMemory(*fields)
+    except (struct.error, ValueError):
         return None
-    memory = KVMemory(*fields)
     return (
         Exports(ring, PoolExport(region, memory, num_blocks)) if region.holds(memory.address, memory.nbytes) else None
     )

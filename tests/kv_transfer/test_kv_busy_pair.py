@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent, OutgoingClosed, Shipped
 from kv_transfer.loopback import Faults
 from tests.kv_transfer.kv_fakes import LAYOUT, TwoCores
@@ -53,14 +51,12 @@ class Flood:
         return [event for event in events_a + events_b if isinstance(event, ours) and event.seq == SEQ]
 
 
-@pytest.mark.xfail(strict=True, reason="check_timers waits for a moment without arrivals, which a busy pair has not")
 def test_a_silent_ticket_expires_while_other_transfers_keep_the_pair_busy() -> None:
     flood = Flood()
     flood.cores.b.open_incoming("a", SEQ, 1, [30, 31], 0, ttl_s=1.0)
     assert flood.run(2.0) == [IncomingClosed(SEQ, "expired")]
 
 
-@pytest.mark.xfail(strict=True, reason="check_timers waits for a moment without arrivals, which a busy pair has not")
 def test_lost_frames_are_asked_for_while_other_transfers_keep_the_pair_busy() -> None:
     flood = Flood()
     cores = flood.cores
@@ -74,7 +70,6 @@ def test_lost_frames_are_asked_for_while_other_transfers_keep_the_pair_busy() ->
     assert Incomplete(SEQ, 1, (0,)) in flood.run(1.0)
 
 
-@pytest.mark.xfail(strict=True, reason="check_timers waits for a moment without arrivals, which a busy pair has not")
 def test_the_lease_of_what_a_busy_receiver_sends_itself_expires() -> None:
     flood = Flood()
     flood.cores.b.open_outgoing("a", SEQ, flood.cores.EPOCH_A, 1, 0, 2, lease_s=1.0)

@@ -19,9 +19,6 @@ EPOCH, SEQ, GENERATION = 1, 5, 1
 POOL = struct.Struct("<QQQQI")  # what ends the exports: address, bytes, layer stride, component stride, blocks
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="KVMemory refuses such numbers outside the try of unpack_exports"
-)
 @pytest.mark.parametrize("place", range(4))
 def test_a_pool_of_impossible_addresses_or_strides_is_no_export(place: int) -> None:
     region = Region(1 << 20, 1 << 20, b"key")
@@ -42,9 +39,6 @@ def pull_frame(places: list[int]) -> memoryview:
     return slot
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="copy_blocks refuses the pool, and nobody asks before or catches it"
-)
 def test_a_pool_that_is_smaller_than_its_strides_say_costs_the_frame_only() -> None:
     store, theirs = ByteStore(), ByteStore(seed=1)
     before = store.data.copy()
