@@ -331,7 +331,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 link.refuse(refusal)
                 return False
             if message.hello.epoch != link.peer.epoch:
-                link.error = WorkerLost(f"{link.peer.worker_id} has restarted: its epoch differs")
+                link.error = WorkerLost(f"{link.peer.worker_id} has restarted: its epoch differs", field="epoch")
                 return False
             self._connect(link, message.hello)
         elif kind == "hello_refused":
