@@ -3,7 +3,7 @@
 One tensor [L, 2, N, S, K, E] in host memory, own or lent by whoever moves KV; E = D numbers, or D + 4 bytes of float8_e4m3.
 For a layer and a component, block b is one contiguous run of bytes, which baton/kv_copy.py copies. gather, scatter and clear
 may run on the KV thread while the engine thread computes, for blocks that only the caller owns; they take no lock.
-Slots that no token has filled are read and masked, so they must hold finite numbers; fresh ones are 0.
+What a slot holds that no token has filled never matters (engine/models/attention.py).
 """
 
 from __future__ import annotations

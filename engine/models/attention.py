@@ -33,6 +33,7 @@ class DecodeGroup:
     last: int
     block_ids: Tensor  # [B * M]
     mask: Tensor  # [B, 1, 1, M * S], 0 = attend, -inf = padding; added to the scores
+    padding: Tensor  # [P], the padding among the B * M * S slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def _decode_group(entries: Sequence[BatchEntry], first: int, block_size: int) ->
     lengths = torch.tensor([entry.start + 1 for entry in entries])  # [B]
     padding = torch.arange(num_blocks * block_size) >= lengths[:, None, None, None]
     mask = torch.zeros(padding.shape).masked_fill_(padding, -torch.inf)  # [B, 1, 1, M * S]
-    return DecodeGroup(first, first + len(entries), torch.tensor(padded), mask)
+    return DecodeGroup(first, first + len(entries), torch.tensor(padded), mask, padding.flatten().nonzero()[:, 0])
 
 
 def _chunk(entry: BatchEntry, first: int, block_size: int) -> Chunk:
@@ -159,7 +160,10 @@ def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
     batch, num_heads, head_dim = q.shape
     num_kv_heads = layer.shape[3]
     keys, values = (
-        _from_cache(layer[component].index_select(0, group.block_ids).view(batch, -1, *layer.shape[3:]), q.dtype)
+        _from_cache(layer[component].index_select(0, group.block_ids), q.dtype)
+        .flatten(0, 1)
+        .index_fill_(0, group.padding, 0)  # what a slot held before may be NaN, which no mask stops
+        .view(batch, -1, num_kv_heads, head_dim)
         for component in (0, 1)
     )  # [B, M * S, K, D]
     grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, K, H / K, D]
