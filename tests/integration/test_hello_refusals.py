@@ -136,6 +136,28 @@ async def test_a_pair_without_the_rdma_that_one_end_requires_is_refused_with_wha
             assert odd.alive
 
 
+@pytest.mark.parametrize(
+    ("kv", "words"),
+    [
+        (KVTransferConfig(require_rdma=True), ["kv.require_rdma is set, but UCX offers only", "has no InfiniBand"]),
+        (
+            KVTransferConfig(require_rdma=True, ucx_tls="tcp"),
+            ["offers only tcp/lo", "kv.ucx_tls = tcp leaves RDMA out"],
+        ),
+        (KVTransferConfig(ucx={"RNDV_TRESH": "1"}), ["kv.ucx.RNDV_TRESH = '1' is refused by UCX"]),
+    ],
+)
+def test_a_worker_that_cannot_have_the_transport_it_needs_does_not_start_and_says_why_in_one_line(
+    kv: KVTransferConfig, words: list[str], tmp_path: Path
+) -> None:
+    config = WorkerConfig("w", engine=EngineConfig(num_blocks=16), kv=kv, log_level="error")
+    worker = WorkerProcess(config, tmp_path, "tests.integration.odd_worker")
+    said = worker.wait_ended()
+    assert worker.process.returncode == 1
+    (line,) = [line for line in said.splitlines() if "worker: " in line]
+    assert all(word in line for word in words), line
+
+
 async def test_status_shows_transports_options_pairs_and_what_they_moved(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
