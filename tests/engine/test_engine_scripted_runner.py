@@ -101,6 +101,18 @@ def test_gather_and_scatter_are_inverse_and_in_wire_order() -> None:
     assert whole == again
 
 
+def test_the_pool_may_live_in_memory_of_others_and_starts_as_zeros() -> None:
+    buffer = bytearray(b"\xff" * (4 * LAYOUT.block_bytes))
+    cache = ScriptedKVCache(LAYOUT, 4, memoryview(buffer))
+    assert not any(buffer)
+    source = prefilled().kv_cache
+    frame = memoryview(bytearray(LAYOUT.block_bytes))
+    assert source.gather([TABLE[0]], 0, LAYOUT.num_layers, frame) == cache.scatter([2], 0, LAYOUT.num_layers, frame)
+    assert memoryview(buffer).cast("B")[2 * LAYOUT.run_bytes : 3 * LAYOUT.run_bytes] == frame[: LAYOUT.run_bytes]
+    cache.clear([2], 0, LAYOUT.num_layers)
+    assert not any(buffer)
+
+
 def test_a_script_goes_before_the_hash() -> None:
     runner = ScriptedRunner(LAYOUT, 8, script={1: [11]})
     first = run(runner, entry(0, 40, sample=True))
