@@ -8,7 +8,7 @@ PACKAGES := baton engine kv_transfer worker prefill_worker decode_worker router 
 BUILD := pyproject.toml setup.py baton/_kv_copy.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
-.PHONY: venv demo test lint types stubs exact proto clean
+.PHONY: venv demo test lint types stubs exact soak proto clean
 venv: .venv/installed
 demo: .venv/installed
 	@$(BIN)/baton model fetch smollm2
@@ -24,6 +24,8 @@ stubs: .venv/installed-test # the generated stubs in baton/v1 are those of proto
 	@rm -rf build/stubs && $(MAKE) -s proto STUBS=build/stubs && diff -r -x __pycache__ -x __init__.py build/stubs/baton/v1 baton/v1
 exact: .venv/installed-test
 	@$(BIN)/python -m pytest -m slow -k exact --timeout 3600
+soak: .venv/installed-test # ten minutes; BATON_SOAK_SEED=N draws again what a printed seed drew
+	@$(BIN)/python -m pytest tests/soak -m slow -s
 proto: STUBS ?= .
 proto: .venv/installed-test
 	@mkdir -p $(STUBS) && $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(STUBS) --grpc_python_out=$(STUBS) \

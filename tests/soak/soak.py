@@ -42,7 +42,7 @@ class Plan:
     num_storms: int
     storm_s: float
     mean_gap_s: float  # between two faults
-    max_bytes_per_call: float  # of growth, in any long-lived process
+    max_bytes_per_call: float  # of growth of resident memory, in any long-lived process
     prefix_cache: bool = True
 
 

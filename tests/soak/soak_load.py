@@ -75,7 +75,7 @@ class Seen:
 
     @property
     def finished(self) -> bool:
-        return self.done is not None and self.code is OK
+        return self.done is not None
 
     @property
     def handed_over(self) -> bool:
