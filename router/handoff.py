@@ -115,7 +115,8 @@ async def serve_sequence(
     Raises:
         BatonError: the sequence did not finish; a token may already have been given to `sink`.
     """
-    demand = Demand(len(request.token_ids), len(request.token_ids) + request.num_tokens_left)
+    num_tokens = len(request.token_ids)
+    demand = Demand(num_tokens, num_tokens + request.num_tokens_left, await fleet.hash_prompt(request))
     avoid: frozenset[str] = frozenset()
     while True:
         until_s = min(deadline_s, time.monotonic() + unavailable_wait_s)
@@ -124,7 +125,7 @@ async def serve_sequence(
         try:
             await attempt.run(demand)
             return
-        except (Unavailable, PeerRefused) as error:  # a pair may turn out not to fit after it was chosen
+        except Unavailable as error:
             if report.num_tokens or report.num_retries == MAX_RETRIES:
                 raise
             log.warning("sequence_retried", request_id=request.request_id, worker=attempt.blamed, reason=error.message)
@@ -140,8 +141,9 @@ class _Attempt:
         self, request: Request, placed: Placed, sink: TokenSink, report: SequenceReport, deadline_s: float
     ) -> None:
         self._request = request
-        self._prefill, self._decode = placed.prefill, placed.decode
-        self._local = placed.choice.local
+        self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
+        self._plan = placed.plan
+        self._local = placed.plan.choice.local
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
         self._sink = sink
         self._report = report
@@ -157,10 +159,11 @@ class _Attempt:
 
     async def run(self, demand: Demand) -> None:
         with ExitStack() as stack:
+            num_lacking = self._plan.lacking_tokens
             if self._local:
-                self._hold = stack.enter_context(self._prefill.hold(demand.prompt_tokens, demand.max_total_tokens))
+                self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.max_total_tokens))
             else:
-                self._hold = stack.enter_context(self._prefill.hold(demand.prompt_tokens, demand.prompt_tokens))
+                self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.prompt_tokens))
                 stack.enter_context(self._decode.hold(0, demand.max_total_tokens))
             stack.enter_context(self._submitted())
             await self._follow()
@@ -177,7 +180,11 @@ class _Attempt:
         self._report.submitted_s = time.monotonic()
         self._report.prefill_worker, self._report.decode_worker = self._prefill.worker_id, self._decode.worker_id
         self._prefill.session.submit(
-            self._request, None if self._local else self._decode.session.peer(), ttl_ms=int(ttl_s * 1e3)
+            self._request,
+            None if self._local else self._decode.session.peer(),
+            ttl_ms=int(ttl_s * 1e3),
+            pull_from=self._holder.session.peer() if self._holder is not None else None,
+            pull_blocks=self._plan.pull.num_blocks if self._plan.pull is not None else 0,
         )
         try:
             yield
@@ -278,6 +285,8 @@ class _Attempt:
         self._may_hold.discard(event.worker)
         if event.worker == self._prefill.worker_id:
             self._report.stats = event.stats
+            if self._plan.pull is not None:
+                self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
             self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
             self._stats_in = True
             if not self._local:
@@ -305,6 +314,8 @@ class _Attempt:
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, AdoptionIsLate())
             return
         self.blamed = worker
+        if isinstance(error, PeerRefused):  # found out after the pair was chosen; another one may fit
+            raise Unavailable(f"{worker} and its decode worker do not fit: {error.message}") from error
         raise error
 
     def _on_late_adoption(self) -> None:
