@@ -11,8 +11,8 @@ from kv_transfer.channel import Credit, PeerPool
 from kv_transfer.events import KVEvent
 from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, write_header
 from kv_transfer.receiver import Receiver
-from kv_transfer.ucp_memory import Region
-from kv_transfer.ucx_exports import Exports, unpack_exports
+from kv_transfer.ucx.exports import Exports, unpack_exports
+from kv_transfer.ucx.memory import Region
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore
 
 EPOCH, SEQ, GENERATION = 1, 5, 1

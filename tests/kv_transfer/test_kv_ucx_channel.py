@@ -10,7 +10,8 @@ import pytest
 
 from baton.config import KVTransferConfig
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
-from kv_transfer.ucx import LIVENESS_PERIOD_S, SWEEP_S, UcxChannel, UcxTransport
+from kv_transfer.ucx.channel import UcxChannel
+from kv_transfer.ucx.transport import LIVENESS_PERIOD_S, SWEEP_S, UcxTransport
 
 PATIENCE_S = 30.0
 FRAME_BYTES, NUM_SLOTS = 4096, 3

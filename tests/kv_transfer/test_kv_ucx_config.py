@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from kv_transfer.events import KVEvent, PairLost
 from kv_transfer.plane import KVPlane
 from kv_transfer.rdma import is_rdma
-from kv_transfer.ucx import MIN_SHM_BYTES, check_rdma, check_shared_memory
+from kv_transfer.ucx.context import MIN_SHM_BYTES, check_rdma, check_shared_memory
 from tests.kv_transfer.kv_fakes import ByteStore
 
 

@@ -1,6 +1,6 @@
 """What a UCX channel tells its peer of its own memory, inside the probe frame: the ring to write frames into, the pool to read.
 
-The frame's checksum guards these bytes; what they claim is checked by whoever maps the memory (ucp_memory.py). Pure.
+The frame's checksum guards these bytes; what they claim is checked by whoever maps the memory (memory.py). Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 
 from baton.kv_copy import KVMemory
-from kv_transfer.ucp_memory import Region
+from kv_transfer.ucx.memory import Region
 
 _REGION = struct.Struct("<QQH")  # address, bytes, bytes of the remote key behind it
 _POOL = struct.Struct("<QQQQI")  # KVMemory's fields, blocks

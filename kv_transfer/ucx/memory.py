@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import libucx  # type: ignore[import-untyped]
 
@@ -67,6 +67,9 @@ class Region:
 
     def holds(self, address: int, nbytes: int) -> bool:
         return self.address <= address and address + nbytes <= self.address + self.nbytes
+
+
+Slots: TypeAlias = tuple[memoryview, Region]  # of a ring, or of frames being made
 
 
 def allocate(context: Any, nbytes: int) -> tuple[memoryview, Region]:
