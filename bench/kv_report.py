@@ -1,0 +1,183 @@
+"""What `baton bench kv` shows: progress while it runs, then tables for people and JSON for scripts. Nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.kv_limits import Limit
+from bench.kv_plan import TRANSPORT_TLS, Case, Figures, Spread
+from bench.peers.runs import PeerRow
+from bench.report import dump, this_machine
+
+PIPE_WIDTH = 160  # columns where nobody says how wide the reader is
+
+
+class Progress:
+    """One line on stderr: alive on a terminal, a new one for each step elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("starting") if self._console.is_terminal else None
+
+    def say(self, what: str) -> None:
+        if self._status:
+            self._status.update(what)
+        else:
+            self._console.print(f"{what} ...", markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status:
+            self._status.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case over one transport in one mode."""
+
+    transport: str
+    mode: str
+    case: Case
+    figures: Figures
+    limit: Limit  # what it is held against
+    peers: tuple[PeerRow, ...]  # that moved the same bytes
+
+    @property
+    def limit_gb_per_s(self) -> float | None:
+        return self.limit.gb_per_s.median if self.limit.gb_per_s else None
+
+
+def print_report(limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    console.print(f"{this_machine()}", markup=False, soft_wrap=True)
+    console.print(limits_table(limits))
+    console.print(rows_table(rows))
+    if peers:
+        console.print(peers_table(peers))
+    for line in notes(limits, peers):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def limits_table(limits: Sequence[Limit]) -> Table:
+    table = new_table("Limits of this machine, same run", "transport", "what", ">GB/s", ">min-max", ">n")
+    for limit in limits:
+        if limit.gb_per_s:
+            table.add_row(limit.transport or "-", limit.name, *rate_cells(limit.gb_per_s))
+    return table
+
+
+def rows_table(rows: Sequence[Row]) -> Table:
+    columns = ("transport", "mode", "case", ">GB/s", ">min-max", ">n", ">of limit", ">commit ms", ">min-max")
+    table = new_table("Baton, ship to Ack, every byte verified", *columns, ">CPU s/GB: sender", ">receiver")
+    for row in rows:
+        figures, limit = row.figures, row.limit_gb_per_s
+        commit = figures.commit_ms
+        table.add_row(
+            row.transport, row.mode, row.case.name, *rate_cells(figures.gb_per_s),
+            f"{figures.gb_per_s.median / limit:.2f}" if limit else "-",
+            f"{commit.median:.2f}", f"{commit.min:.2f}-{commit.max:.2f}",
+            f"{figures.sender_cpu_s_per_gb:.3f}", f"{figures.receiver_cpu_s_per_gb:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def peers_table(peers: Sequence[PeerRow]) -> Table:
+    table = new_table(
+        "Other libraries, same cases", "transport", "library", "setting", "case", ">GB/s", ">min-max", ">n"
+    )
+    for row in peers:
+        if row.gb_per_s:
+            setting = f"{row.setting}, {'paged' if row.paged else 'contiguous'}"
+            table.add_row(row.transport, row.peer, setting, row.case.name, *rate_cells(row.gb_per_s))
+    return table
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A column that begins with ">" holds numbers."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def rate_cells(rate: Spread) -> tuple[str, str, str]:
+    return f"{rate.median:.2f}", f"{rate.min:.2f}-{rate.max:.2f}", str(rate.n)
+
+
+def notes(limits: Sequence[Limit], peers: Sequence[PeerRow]) -> Iterator[str]:
+    yield (
+        "GB = 1e9 bytes of payload. The limit of shm is perftest's put with error handling, of tcp without (docs/kv_tcp.md). "
+        "A cold case is the first transfer of a fresh pair. Baton verifies a checksum of every byte; the others do not."
+    )
+    for limit in limits:
+        if not limit.gb_per_s:
+            yield f"{limit.transport}: {limit.name} does not run here: {limit.reason}"
+    reasons = dict.fromkeys((row.transport, row.peer, row.reason) for row in peers if not row.gb_per_s)
+    for transport, peer, reason in reasons:
+        yield f"{transport}: {peer} does not run here: {reason}"
+
+
+def write_json(path: Path, limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> None:
+    path.write_bytes(dump(to_document(limits, rows, peers)))
+
+
+def to_document(limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> dict[str, object]:
+    return {
+        "machine": asdict(this_machine()),
+        "ucx_tls": TRANSPORT_TLS,
+        "limits": [asdict(limit) for limit in limits],
+        "peers": [{**asdict(row), "case": row.case.name} for row in peers],
+        "results": [row_document(row) for row in rows],
+    }
+
+
+def row_document(row: Row) -> dict[str, object]:
+    rate, commit = row.figures.gb_per_s, row.figures.commit_ms
+    return {
+        "transport": row.transport,
+        "mode": row.mode,
+        "case": row.case.name,
+        "layout": row.case.layout_name,
+        "tokens": row.case.tokens,
+        "transfers": row.case.transfers,
+        "warm": row.case.warm,
+        "nbytes": row.case.nbytes,
+        "gb_per_s": rate.median,
+        "min": rate.min,
+        "max": rate.max,
+        "n": rate.n,
+        "commit_ms": commit.median,
+        "commit_ms_min": commit.min,
+        "commit_ms_max": commit.max,
+        "limit_gb_per_s": row.limit_gb_per_s,
+        "limit": row.limit.name,
+        "cpu_s_per_gb": row.figures.cpu_s_per_gb,
+        "sender_cpu_s_per_gb": row.figures.sender_cpu_s_per_gb,
+        "receiver_cpu_s_per_gb": row.figures.receiver_cpu_s_per_gb,
+        "peers": best_of_peers(row.peers),
+    }
+
+
+def best_of_peers(peers: Sequence[PeerRow]) -> dict[str, float]:
+    """The better setting of each library: under its name paged, as ours is, and apart where blocks lay in order."""
+    best: dict[str, float] = {}
+    for row in peers:
+        if row.gb_per_s:
+            name = row.peer if row.paged else f"{row.peer} contiguous"
+            best[name] = max(best.get(name, 0.0), row.gb_per_s.median)
+    return best
