@@ -10,7 +10,7 @@
  * a source that changes meanwhile can only give a crc that fails. The two sides may not overlap.
  *
  * crc32c: RFC 3720 appendix B.4, polynomial 0x1EDC6F41. Bits are reflected, as there: bit 0 of a byte is the greatest power of
- * x. Tiers, chosen when called: folding by carry-less multiplication in 64-byte registers (AVX-512), the same in 16-byte
+ * x. Tiers, found at import, the fastest is used: folding by carry-less multiplication in 64-byte registers (AVX-512), the same in 16-byte
  * registers (PCLMUL), tables (any little-endian machine).
  */
 #define PY_SSIZE_T_CLEAN
@@ -136,7 +136,8 @@ PCLMUL static inline __m128i take16(uint8_t *dst, const uint8_t *src, int stream
     return bytes;
 }
 
-PCLMUL static uint32_t copy_pclmul(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
+PCLMUL static uint32_t copy_pclmul(
+    uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
     enum { STEP = 64 };
     (void)next;
     size_t head = bytes_to_alignment(dst, 16);
@@ -182,7 +183,8 @@ static inline void prefetch256(const uint8_t *p) {
     for (int i = 0; i < 256; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
 }
 
-AVX512 static uint32_t copy_avx512(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
+AVX512 static uint32_t copy_avx512(
+    uint32_t crc, uint8_t *dst, const uint8_t *src, size_t n, const uint8_t *next, int stream) {
     enum { STEP = 256 };
     size_t head = bytes_to_alignment(dst, 64);
     if (n < head + STEP) return copy_pclmul(crc, dst, src, n, next, stream);
