@@ -16,13 +16,19 @@ from dataclasses import dataclass
 
 from baton.errors import Unavailable
 from baton.log import get_log
-from baton.request import Role
+from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
+from router.flow_back import Plan, plan
 from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
+from router.prefix_index import Hashes, hash_prompt
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 
 log = get_log("router.fleet")
 
+NO_HASHES: Hashes = {}
+# Prompts up to this are hashed on the event loop: 256 blocks of 16 tokens, at 3-5 us each (measured, with 12 runnable
+# processes on 2 cores). For longer ones a thread costs less than the wait of everybody else.
+INLINE_HASH_TOKENS = 4_096
 RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
 
 
@@ -90,7 +96,8 @@ class Endpoint:
         finally:
             del self._holds[id(hold)]
 
-    def snapshot(self) -> WorkerSnapshot:
+    def snapshot(self, hashes: Hashes) -> WorkerSnapshot:
+        """The worker as placement sees it for a prompt with these block hashes."""
         view = self.session.view
         if view is None:
             return WorkerSnapshot(
@@ -110,8 +117,19 @@ class Endpoint:
             waiting_tokens=max(load.waiting_tokens, sum(hold.waiting_tokens for hold in held)),
             used_tokens=max(reported_used, sum(hold.used_tokens for hold in held)),
             last_chosen=self.last_chosen,
+            root=view.prefixes.root,
+            cached_tokens=view.prefixes.num_leading(hashes) * opened.block_size,
+            token_bytes=opened.kv_block_bytes // max(1, opened.block_size),
+            step_s=1e-3 * load.step_ms,
+            prefill_tokens_per_s=view.rates.prefill_tokens_per_s,
+            kv_bytes_per_s=view.rates.kv_bytes_per_s,
             links={peer: LinkView(link.peer.epoch, link.state, link.reason) for peer, link in view.links.items()},
         )
+
+    def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
+        """Learn from what a pull that this worker was told to make has come to."""
+        if self.session.view is not None:
+            self.session.view.rates.observe_pull(stats, asked_bytes)
 
     def remember(self) -> None:
         """Keep what the worker says of itself for the time when it says nothing."""
@@ -129,11 +147,12 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A Choice with its Endpoints."""
+    """A Plan with its Endpoints."""
 
     prefill: Endpoint
     decode: Endpoint
-    choice: Choice
+    plan: Plan
+    holder: Endpoint | None  # whom to pull from
 
 
 class Fleet:
@@ -223,9 +242,17 @@ class Fleet:
 
     # -- where a sequence goes ---------------------------------------------------------------------------------------
 
-    def snapshots(self) -> list[WorkerSnapshot]:
+    def snapshots(self, hashes: Hashes = NO_HASHES) -> list[WorkerSnapshot]:
         """Also of workers that are still starting: they are a reason to wait."""
-        return [endpoint.snapshot() for endpoint in self.endpoints] + self._starting
+        return [endpoint.snapshot(hashes) for endpoint in self.endpoints] + self._starting
+
+    async def hash_prompt(self, request: Request) -> Hashes:
+        """Under every root that some worker caches anything of; a long prompt off the loop."""
+        views = [endpoint.session.view for endpoint in self.endpoints]
+        roots = {view.prefixes.root for view in views if view is not None and len(view.prefixes)}
+        if len(request.token_ids) * len(roots) <= INLINE_HASH_TOKENS:
+            return hash_prompt(request.token_ids, request.tenant_salt, roots)
+        return await asyncio.to_thread(hash_prompt, request.token_ids, request.tenant_salt, roots)
 
     def unready_reason(self) -> str:
         """Why no call could be served now; "" = one could, over a link that was proved."""
@@ -258,16 +285,18 @@ class Fleet:
             Unavailable: nobody came, or nobody ever can.
         """
         while True:
-            found = place(
-                self.snapshots(), demand, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer
-            )
+            workers, local_tokens = self.snapshots(demand.hashes), self._local_prefill_tokens
+            found = place(workers, demand, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
             if isinstance(found, Choice):
-                return self._take(found)
+                return self._take(plan(found, demand, workers, local_prefill_tokens=local_tokens, avoid=avoid))
             await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)
 
-    def _take(self, choice: Choice) -> Placed:
+    def _take(self, plan: Plan) -> Placed:
         by_id = {endpoint.worker_id: endpoint for endpoint in self.endpoints}
-        placed = Placed(by_id[choice.prefill], by_id[choice.decode], choice)
+        holder = by_id[plan.pull.worker_id] if plan.pull is not None else None
+        placed = Placed(by_id[plan.choice.prefill], by_id[plan.choice.decode], plan, holder)
+        if plan.forgone and placed.prefill.session.view is not None:
+            placed.prefill.session.view.rates.forgo_pull()
         serial = next(self._serial)
         placed.prefill.last_chosen = placed.decode.last_chosen = serial
         return placed

@@ -1,10 +1,12 @@
 """Where a sequence is prefilled and where it is decoded: snapshots in, a Choice or the reason for none out. Pure.
 
 A pair (prefill, decode) may be chosen where both take work, share a fingerprint, their link is up, and each pool can hold
-the sequence. A `both` worker is a pair with itself; so is a decode worker for a prompt of at most `local_prefill_tokens`, or
-for any prompt where no prefill worker of the fleet fits it. Among the candidates the least Score wins: a proved link first,
-then prompt tokens queued ahead of this one, then the share of decode memory in use, then whoever was chosen longest ago (so
-that idle workers share the work and a restarted one does not take it all). Power of two choices over forecasts is a later step.
+the sequence. A `both` worker is a pair with itself; so is a decode worker for a prompt of which it lacks at most
+`local_prefill_tokens`, or for any prompt where no prefill worker of the fleet fits it. Among the candidates the least Score
+wins: a proved link first, then prompt tokens to be computed before the first token can come, then decode memory and what it
+caches of the conversation, then whoever was chosen longest ago (so that idle workers share the work and a restarted one does
+not take it all). A conversation stays with its decode worker because that one caches it, whatever it is called, and only
+while there is room. Power of two choices over forecasts is a later step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.request import Role
+from router.prefix_index import Hashes, PrefixRoot
+from router.rates import DEFAULT_KV_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S
+
+HEADROOM = 0.9  # of a decode pool: beyond it a new sequence soon preempts another one, whatever is cached there
+# What a whole prompt cached on decode is worth, in shares of its pool. Half: the imbalance at which SGLang's router, which
+# knows caches too, lets the load decide (cache_threshold 0.5). Sending a prompt again costs once, a fuller batch every step.
+AFFINITY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,12 @@ class WorkerSnapshot:
     waiting_tokens: int = 0  # prompt tokens not yet computed
     used_tokens: int = 0  # KV of running sequences and reservations
     last_chosen: int = 0  # serial number of the last placement here, 0 = never
+    root: PrefixRoot | None = None  # what its block hashes depend on
+    cached_tokens: int = 0  # leading ones of the prompt at hand, in whole blocks, as far as it has said
+    token_bytes: int = 0  # KV of one token
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S  # of what it pulls
     links: Mapping[str, LinkView] = field(default_factory=dict)  # by decode worker
     reason: str = ""  # why it is not ready
 
@@ -55,15 +70,17 @@ class Demand:
     """What placement needs to know of a sequence. Tokens."""
 
     prompt_tokens: int
-    max_total_tokens: int  # prompt + max_tokens
+    max_total_tokens: int  # prompt + max_tokens; the last one needs no KV
+    hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks
 
 
 class Score(NamedTuple):
     """Lower is better, the first field that differs decides."""
 
     unproved_link: bool
-    waiting_tokens: int
-    used_share: float
+    waiting_tokens: int  # to be computed before the first token: those queued, and its own that nobody can send
+    crowded: bool  # the sequence may not fit beside those that decode there
+    decode_cost: float  # share of decode memory in use, and AFFINITY for the share of the prompt that it does not cache
     last_chosen: int
     names: tuple[str, str]
 
@@ -110,15 +127,29 @@ def place(
 
 def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_tokens: int) -> Iterable[Choice]:
     for decode in ready:
-        if not decode.decodes or decode.pool_tokens < demand.max_total_tokens - 1:  # the last token needs no KV
+        if not can_decode(decode, demand):
             continue
-        if decode.role is Role.BOTH or demand.prompt_tokens <= local_prefill_tokens:
-            yield _score(decode, decode, proved=True)
+        if decode.role is Role.BOTH or demand.prompt_tokens - decode.cached_tokens <= local_prefill_tokens:
+            yield _score(decode, decode, demand, decode.cached_tokens, proved=True)
         for prefill in ready:
             if prefill.role is Role.PREFILL and prefill.pool_tokens >= demand.prompt_tokens:
                 link = link_state(prefill, decode)
                 if link in ("ready", "connecting"):
-                    yield _score(prefill, decode, proved=link == "ready")
+                    yield _score(prefill, decode, demand, _reachable(prefill, ready), proved=link == "ready")
+
+
+def _reachable(prefill: WorkerSnapshot, ready: Sequence[WorkerSnapshot]) -> int:
+    """Tokens of the prompt that a prefill worker need not compute: it caches them, or can pull them."""
+    return max([prefill.cached_tokens, *(holder.cached_tokens for holder in ready if can_lend(holder, prefill))])
+
+
+def can_decode(worker: WorkerSnapshot, demand: Demand) -> bool:
+    return worker.state == "ready" and worker.decodes and worker.pool_tokens >= demand.max_total_tokens - 1
+
+
+def can_lend(holder: WorkerSnapshot, prefill: WorkerSnapshot) -> bool:
+    """Whether blocks that one caches are of use to the other, and can go there."""
+    return holder.decodes and holder.root == prefill.root and link_state(prefill, holder) == "ready"
 
 
 def _without_partner(workers: Sequence[WorkerSnapshot], demand: Demand) -> Iterable[Choice]:
@@ -128,12 +159,10 @@ def _without_partner(workers: Sequence[WorkerSnapshot], demand: Demand) -> Itera
     """
     prefills = [worker for worker in workers if worker.role is Role.PREFILL]
     for decode in workers:
-        fits = (
-            decode.state == "ready" and decode.role is Role.DECODE and decode.pool_tokens >= demand.max_total_tokens - 1
-        )
+        fits = decode.role is Role.DECODE and can_decode(decode, demand)
         refused = all(prefill.state == "ready" and link_state(prefill, decode) == "refused" for prefill in prefills)
         if fits and prefills and refused:
-            yield _score(decode, decode, proved=True)
+            yield _score(decode, decode, demand, decode.cached_tokens, proved=True)
 
 
 def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
@@ -146,14 +175,19 @@ def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     return link.state
 
 
-def _score(prefill: WorkerSnapshot, decode: WorkerSnapshot, *, proved: bool) -> Choice:
+def _score(
+    prefill: WorkerSnapshot, decode: WorkerSnapshot, demand: Demand, num_reachable: int, *, proved: bool
+) -> Choice:
+    used_share = decode.used_tokens / decode.pool_tokens
+    lacking_share = 1 - decode.cached_tokens / demand.prompt_tokens
     return Choice(
         prefill.worker_id,
         decode.worker_id,
         Score(
             unproved_link=not proved,
-            waiting_tokens=prefill.waiting_tokens,
-            used_share=round(decode.used_tokens / decode.pool_tokens, 2),  # a hundredth is no reason to prefer one
+            waiting_tokens=prefill.waiting_tokens + demand.prompt_tokens - num_reachable,
+            crowded=decode.used_tokens + demand.max_total_tokens > HEADROOM * decode.pool_tokens,
+            decode_cost=round(used_share + AFFINITY * lacking_share, 2),  # a hundredth is no reason to prefer one
             last_chosen=prefill.last_chosen + decode.last_chosen,
             names=(prefill.worker_id, decode.worker_id),
         ),

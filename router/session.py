@@ -27,6 +27,8 @@ from baton.request import FinishReason, Logprobs, Request, SampledToken
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, error_from_pb, request_to_pb
 from router.events import Inbox, SequenceEnded, SequenceRefused, TokenArrived, WorkerGone
+from router.prefix_index import PrefixIndex, PrefixRoot
+from router.rates import Rates
 
 log = get_log("router.session")
 
@@ -69,6 +71,8 @@ class WorkerView:
 
     opened: worker_pb2.Opened
     load: worker_pb2.Load
+    prefixes: PrefixIndex
+    rates: Rates = field(default_factory=Rates)
     links: dict[str, worker_pb2.LinkStatus] = field(default_factory=dict)  # by peer worker_id
     kv: worker_pb2.KvStatus | None = None  # None before the first reply, or where nobody asks
 
@@ -230,13 +234,23 @@ class WorkerSession:
     def num_attached(self) -> int:
         return len(self._inboxes)
 
-    def submit(self, request: Request, decode: worker_pb2.Peer | None, ttl_ms: int) -> None:
+    def submit(
+        self,
+        request: Request,
+        decode: worker_pb2.Peer | None,
+        ttl_ms: int,
+        pull_from: worker_pb2.Peer | None = None,
+        pull_blocks: int = 0,
+    ) -> None:
         """Give the worker a sequence; `decode` None = prefill and decode both here. Attach first."""
-        self._send(
-            worker_pb2.SessionRequest(
-                submit=worker_pb2.Submit(request=request_to_pb(request), decode=decode, ttl_ms=max(1, ttl_ms))
-            )
+        submit = worker_pb2.Submit(
+            request=request_to_pb(request),
+            decode=decode,
+            ttl_ms=max(1, ttl_ms),
+            pull_from=pull_from,
+            pull_blocks=pull_blocks,
         )
+        self._send(worker_pb2.SessionRequest(submit=submit))
 
     def cancel(self, seq: int) -> None:
         self._send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(seq=seq)))
@@ -276,6 +290,9 @@ class WorkerSession:
                 self.view.kv = event.heartbeat.kv
         elif kind == "load":
             self._on_load(event.load)
+        elif kind == "cache_delta" and self.view is not None:
+            delta = event.cache_delta
+            self.view.prefixes.apply(delta.generation, delta.added, delta.removed, reset=delta.reset)
         elif kind == "links":
             self._on_links(event.links.links)
 
@@ -285,7 +302,9 @@ class WorkerSession:
         if self.worker_id and opened.worker_id != self.worker_id:
             raise SessionLost(f"another worker, {opened.worker_id!r}, answers at {self.address}")
         self.worker_id = opened.worker_id
-        self.view = WorkerView(opened, opened.load)
+        root = PrefixRoot(opened.fingerprint, opened.kv_dtype, opened.block_size)
+        self.view = WorkerView(opened, opened.load, PrefixIndex(root, opened.num_blocks))
+        self.view.rates.observe_load(opened.load)
         log.info(
             "worker_ready",
             worker=opened.worker_id,
@@ -305,6 +324,7 @@ class WorkerSession:
             return
         changed = load.role != self.view.load.role or load.draining != self.view.load.draining
         self.view.load = load
+        self.view.rates.observe_load(load)
         if changed:
             self._on_change()
 

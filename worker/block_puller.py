@@ -33,7 +33,7 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull has brought; nothing where it failed."""
+    """What a pull has brought, and how long it took to; no blocks where it failed."""
 
     num_blocks: int = 0
     nbytes: int = 0
@@ -159,10 +159,9 @@ class BlockPuller:
             nack = kv_pb2.Nack(seq=event.seq, generation=event.generation, missing_frames=event.missing_frames)
             self._ports.links.send(pull.peer, kv_pb2.LinkMessage(pull_nack=nack))
         elif isinstance(event, Committed) and pull.state is State.RECEIVING:
-            duration_s = self._ports.now_s() - pull.started_s
-            self._end(pull, Pulled(len(pull.block_ids), event.nbytes, duration_s))
+            self._end(pull, len(pull.block_ids), event.nbytes)
         else:
-            self._end(pull, Pulled())
+            self._end(pull)
         return True
 
     # --- time and ends ---
@@ -178,25 +177,25 @@ class BlockPuller:
         if pull.state is State.CLOSING:
             return
         if pull.state is not State.RECEIVING:
-            self._end(pull, Pulled())
+            self._end(pull)
             return
         pull.state = State.CLOSING
         self._ports.kv.close_incoming(pull.seq)
-        self._tell_owner(pull, Pulled())
+        self._tell_owner(pull)
 
-    def _end(self, pull: _Pull, pulled: Pulled) -> None:
+    def _end(self, pull: _Pull, num_blocks: int = 0, nbytes: int = 0) -> None:
         """Nothing is written to the blocks any more: publish what is whole, give the rest back."""
         del self._open[pull.seq]
-        self._ports.engine.publish(pull.seq, pulled.num_blocks)
+        self._ports.engine.publish(pull.seq, num_blocks)
         if pull.state > State.MAKING_ROOM:
             done = kv_pb2.PullDone(seq=pull.seq, generation=pull.generation)
             self._ports.links.send(pull.peer, kv_pb2.LinkMessage(pull_done=done))
-        self._tell_owner(pull, pulled)
+        self._tell_owner(pull, num_blocks, nbytes)
 
-    def _tell_owner(self, pull: _Pull, pulled: Pulled) -> None:
+    def _tell_owner(self, pull: _Pull, num_blocks: int = 0, nbytes: int = 0) -> None:
         if pull.wanted:
             pull.wanted = False
-            self._on_done(pull.seq, pulled)
+            self._on_done(pull.seq, Pulled(num_blocks, nbytes, self._ports.now_s() - pull.started_s))
 
     def _at(self, peer: str, seq: int, generation: int) -> _Pull | None:
         pull = self._open.get(seq)

@@ -771,7 +771,7 @@ class SeqStats(_message.Message):
     """of the prompt, from a decode worker; counted in cached_tokens too"""
     pulled_bytes: _builtins.int
     pull_ms: _builtins.float
-    """asked for -> published"""
+    """asked for -> published, or given up"""
     def __init__(
         self,
         *,

@@ -24,7 +24,7 @@ from tests.handoff.handoff_chats import Chats
 from tests.handoff.handoff_storm import Scenario
 from worker import block_lender, block_puller
 from worker.block_lender import BlockLender
-from worker.block_puller import BlockPuller, Pulled
+from worker.block_puller import BlockPuller
 from worker.tombstones import Tombstones
 
 NUM_SEEDS = 100  # each defect below is found within 25 by the scenario that looks for it
@@ -241,7 +241,7 @@ def a_pull_is_published_before_every_byte_is_there(patch: Patch) -> None:
 
     def publish_early(self: BlockPuller, pull: block_puller._Pull, num_blocks: int) -> None:
         receive(self, pull, num_blocks)
-        self._end(pull, Pulled(num_blocks))
+        self._end(pull, num_blocks)
 
     patch.setattr(BlockPuller, "_receive", publish_early)
 
@@ -268,7 +268,7 @@ def a_pull_gives_blocks_back_that_the_plane_still_writes(patch: Patch) -> None:
 def a_pull_skips_a_free(patch: Patch) -> None:
     def give_up(self: BlockPuller, pull: block_puller._Pull) -> None:
         self._open.pop(pull.seq, None)
-        self._tell_owner(pull, Pulled())
+        self._tell_owner(pull)
 
     patch.setattr(BlockPuller, "_give_up", give_up)
 

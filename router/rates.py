@@ -1,0 +1,53 @@
+"""How fast one worker computes prompts and takes KV in, learned from what it reports. Pure: instants never come in.
+
+Computing: prompt tokens by busy second, where busy seconds are steps times their mean length (Load). Moving: bytes of a pull
+by the seconds it took beyond its fixed cost (SeqStats). A pull that was not made teaches nothing, so a rate that once was bad
+would stay so for ever: each pull forgone moves it a little towards the default, until one is tried again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.v1 import worker_pb2
+
+WEIGHT = 1 / 8  # of the newest sample: RFC 6298 (SRTT), as the workers' step_ms
+FORGO_WEIGHT = 1 / 64  # a pull is tried again after some dozens of forgone ones: its cost is then spread over them
+MIN_TOKENS = 64  # of a sample: a handful of tokens says more about the fixed cost of a step than about its speed
+DEFAULT_PREFILL_TOKENS_PER_S = 338.0  # one core, demo model, fp32. measured: README.md
+DEFAULT_KV_BYTES_PER_S = 1.5e9  # staged over TCP, the slowest way that KV goes. measured: DESIGN section 6, run B
+# Two round trips of the link, and room, pin and publish on the two engines' threads. measured: 5.0 ms at p50 (4.1-6.5, n = 40)
+# for three blocks between idle workers in one process, with 12 runnable processes on 2 cores
+PULL_OVERHEAD_S = 0.005
+
+
+@dataclass(slots=True)
+class Rates:
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S
+    _num_tokens: int = 0  # computed by the time of the last sample
+    _num_steps: int = 0
+    _has_computed: bool = False
+
+    def observe_load(self, load: worker_pb2.Load) -> None:
+        """Take a worker's totals; those of its whole life are the first sample."""
+        num_tokens = load.prompt_tokens_computed - self._num_tokens
+        busy_s = 1e-3 * load.step_ms * (load.num_steps - self._num_steps)
+        if num_tokens < MIN_TOKENS or busy_s <= 0:
+            return
+        self._num_tokens, self._num_steps = load.prompt_tokens_computed, load.num_steps
+        weight = WEIGHT if self._has_computed else 1.0
+        self._has_computed = True
+        self.prefill_tokens_per_s += weight * (num_tokens / busy_s - self.prefill_tokens_per_s)
+
+    def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
+        """Take a pull's outcome. One that brought nothing only says that the wire is no faster than that."""
+        moving_s = 1e-3 * stats.pull_ms - PULL_OVERHEAD_S
+        if moving_s <= 0:
+            return
+        sample = (stats.pulled_bytes or asked_bytes) / moving_s
+        if stats.pulled_bytes or sample < self.kv_bytes_per_s:
+            self.kv_bytes_per_s += WEIGHT * (sample - self.kv_bytes_per_s)
+
+    def forgo_pull(self) -> None:
+        self.kv_bytes_per_s += FORGO_WEIGHT * (DEFAULT_KV_BYTES_PER_S - self.kv_bytes_per_s)
