@@ -59,8 +59,8 @@ class Scorer:
             last = self.extend(text[-1:], len(text) - 1)[0]
         return text[len(ids) :], torch.stack(drawn_from)
 
-    def take_over(self, other: Scorer, wire: memoryview) -> None:
-        """Write KV that came over the wire for the text that `other` scored last."""
+    def take_over(self, wire: memoryview) -> None:
+        """Write a text's KV that came over the wire, all layers of it."""
         self.table = next(self._tables)
         layout = self.runner.kv_cache.layout
         num_blocks = wire.nbytes // layout.block_bytes

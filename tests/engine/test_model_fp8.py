@@ -135,7 +135,7 @@ def test_after_a_handoff_of_equal_precision_nothing_differs_at_all(
     last = scorer.score(prompt(length))[-1]
     wire = ship(scorer, scorer.runner.kv_cache.layout, length)
     together, here = scorer.go_on(prompt(length), last, 40)
-    scorer.take_over(scorer, wire)
+    scorer.take_over(wire)
     apart, there = scorer.go_on(prompt(length), last, 40)
     assert apart == together
     assert torch.equal(there, here)
@@ -148,7 +148,7 @@ def test_after_a_handoff_that_converts_decode_is_as_near_to_fp32_as_an_8_bit_wor
     """Not equal to it: there, prefill itself attends to 8-bit K and V, so that its deeper layers see other input."""
     wide, narrow = scorers["float32"], scorers["float8_e4m3"]
     last = wide.score(prompt(length))[-1]
-    narrow.take_over(wide, ship(wide, narrow.runner.kv_cache.layout, length))
+    narrow.take_over(ship(wide, narrow.runner.kv_cache.layout, length))
     answer, handed = narrow.go_on(prompt(length), last, NUM_TOKENS)
     true = wide.score(prompt(length) + answer[:-1])[length - 1 :]
     assert mean_kl(true, handed) <= TINY.kl

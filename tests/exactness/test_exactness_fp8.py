@@ -1,0 +1,142 @@
+"""Decode from an 8-bit pool, in whole workers over UCX: what is converted on the way, what is equal to what, what is refused.
+
+P fp8  -> D fp8   equals a colocated fp8 worker, token for token: the bytes are shipped as they are
+P fp32 -> D fp8   equals one process that prefills in fp32, converts and decodes in 8 bits, token for token; a colocated
+                  fp8 worker it only comes near (tests/engine/test_model_fp8.py), whose prefill attends to 8-bit KV itself
+P fp8  -> D fp32  is refused by name
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.config import EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
+from baton.kv_layout import KVLayout
+from baton.model_files import load_model_files
+from baton.request import Request, SamplingParams
+from baton.v1 import worker_pb2
+from kv_transfer.kv_views import Fp8Export
+from tests.engine.fp8_scoring import Scorer
+from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.worker.session_client import SessionClient
+from worker.server import WorkerServer
+
+NUM_TOKENS = 24
+LENGTHS = (1, 15, 16, 17, 33, 64, 200)
+PROMPTS = [[(31 * i * i + 7 * i + n) % (VOCAB_SIZE - 10) + 5 for i in range(n)] for n in LENGTHS]
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+WORKERS = {  # role and KV dtype
+    "prefill-32": ("prefill", "float32"),
+    "prefill-8": ("prefill", "fp8"),
+    "decode-8": ("decode", "fp8"),
+    "decode-32": ("decode", "float32"),
+    "both-8": ("both", "fp8"),
+}
+EPOCH = 0xF8
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def workers(model_dir: Path) -> Iterator[dict[str, WorkerServer]]:
+    started: dict[str, WorkerServer] = {}
+    try:
+        for name, (role, kv_dtype) in WORKERS.items():
+            engine = EngineConfig(num_blocks=128, kv_cache_dtype=kv_dtype, prefix_cache=False, num_threads=1)
+            config = WorkerConfig(
+                name, role=role, model=ModelConfig(path=str(model_dir)), engine=engine, kv=KVTransferConfig()
+            )
+            started[name] = WorkerServer(config)
+            started[name].start()
+        yield started
+    finally:
+        for worker in started.values():
+            worker.stop()
+
+
+class Calls:
+    """A session to each worker, and calls one at a time."""
+
+    def __init__(self, workers: dict[str, WorkerServer]) -> None:
+        self._workers = workers
+        self._stack = contextlib.AsyncExitStack()
+        self.sessions: dict[str, SessionClient] = {}
+
+    async def __aenter__(self) -> Calls:
+        for name, worker in self._workers.items():
+            session = SessionClient(worker.address, EPOCH)
+            self.sessions[name] = await self._stack.enter_async_context(session)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def submit(self, first: str, last: str, prompt: list[int]) -> int:
+        """Prefill at `first`, decode at `last`; returns the seq once `first` is done with it."""
+        seq = EPOCH << 32 | next(_numbers)
+        target = self._workers[last]
+        peer = worker_pb2.Peer(worker_id=last, epoch=target.epoch, address=target.address)
+        session = self.sessions[first]
+        session.submit(Request(seq, tuple(prompt), GREEDY), peer if first != last else None)
+        await session.until(lambda: seq in session.ended or seq in session.refused)
+        return seq
+
+    async def answer(self, first: str, last: str, prompt: list[int]) -> tuple[list[int], worker_pb2.SeqStats]:
+        """All tokens, and what `first` says of the transfer."""
+        seq = await self.submit(first, last, prompt)
+        start, end = self.sessions[first], self.sessions[last]
+        assert seq in start.ended, start.refused
+        assert start.ended[seq].outcome != worker_pb2.OUTCOME_FAILED, start.ended[seq].error
+        await end.until(lambda: seq in end.ended)
+        tokens = start.tokens[seq] | end.tokens[seq]
+        assert sorted(tokens) == list(range(NUM_TOKENS))
+        return [tokens[i] for i in range(NUM_TOKENS)], start.ended[seq].stats
+
+
+@pytest.fixture
+async def calls(workers: dict[str, WorkerServer]) -> AsyncIterator[Calls]:
+    async with Calls(workers) as calls:
+        yield calls
+
+
+async def test_equal_precisions_equal_the_colocated_worker_token_for_token(calls: Calls) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float8_e4m3")
+    for prompt in PROMPTS:
+        together, _ = await calls.answer("both-8", "both-8", prompt)
+        apart, stats = await calls.answer("prefill-8", "decode-8", prompt)
+        assert apart == together
+        assert stats.kv_bytes == layout.num_blocks_for(len(prompt)) * layout.block_bytes
+
+
+async def test_fp32_prefill_feeds_an_8_bit_decode_worker_as_one_process_would(calls: Calls, model_dir: Path) -> None:
+    files = load_model_files(str(model_dir))
+    wide, narrow = Scorer(files, "float32"), Scorer(files, "fp8")
+    export = Fp8Export(wide.runner.kv_cache)
+    for prompt in PROMPTS:
+        apart, stats = await calls.answer("prefill-32", "decode-8", prompt)
+        last = wide.score(prompt)[-1]
+        num_blocks = export.layout.num_blocks_for(len(prompt))
+        wire = memoryview(bytearray(num_blocks * export.layout.block_bytes))
+        export.gather(wide.table[:num_blocks], 0, export.layout.num_layers, wire)
+        narrow.take_over(wire)
+        assert apart == narrow.go_on(prompt, last, NUM_TOKENS)[0]
+        assert stats.kv_bytes == len(wire), "converted before it goes over the wire"
+
+
+async def test_8_bit_kv_is_not_sent_to_a_wider_pool(calls: Calls) -> None:
+    seq = await calls.submit("prefill-8", "decode-32", PROMPTS[2])
+    session = calls.sessions["prefill-8"]
+    error = session.refused[seq] if seq in session.refused else session.ended[seq].error
+    assert error.field == "layout.dtype"
+    assert "float8_e4m3" in error.message
+    assert "float32" in error.message
+    await calls.answer("prefill-8", "decode-8", PROMPTS[2])  # the refusal has cost other pairs nothing
