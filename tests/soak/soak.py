@@ -52,7 +52,7 @@ class Report:
     num_finished: int = 0
     num_handoffs: int = 0
     num_cancelled: int = 0  # cancelled, aborted, hung up
-    num_wrong: int = 0
+    num_wrong: int = 0  # answers, and steps that would have read wrong KV
     num_leaks: int = 0  # rests that did not come
     num_kills: int = 0
     num_stops: int = 0
@@ -99,6 +99,7 @@ async def soak(plan: Plan, folder: Path) -> Report:
             await load.close()
         await cluster.stop()
         report.findings += cluster.findings
+        report.num_wrong += cluster.num_wrong_kv
     report.findings += load.tally.findings
     report.findings += growth(report.rests, plan.max_bytes_per_call)
     return report

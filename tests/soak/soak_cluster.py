@@ -92,6 +92,7 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
     ) -> None:
         self.workers = {member.worker_id: SoakWorker(member) for member in members}
         self.findings: list[str] = []
+        self.num_wrong_kv = 0  # steps of scripted runners that would have read it; known after `stop`
         self.grpc_port = self.http_port = 0
         self.report = control_pb2.RouterReport()
         self.num_reports = 0
@@ -180,7 +181,9 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         for worker in self.workers.values():
             await worker.proxy.close()
         for log in sorted(self._folder.glob("*.log")):
-            self.findings += (f"{log.stem}: {line}" for line in _defects(log))
+            defects = list(_defects(log))
+            self.num_wrong_kv += sum(line.startswith('{"fault"') for line in defects)
+            self.findings += (f"{log.stem}: {line}" for line in defects)
         self.findings += (f"left behind: {name}" for name in self._shared_memory_left())
 
     def _end_processes(self) -> None:
