@@ -19,6 +19,7 @@ from engine.models.attention import lay_out
 from engine.ports import BatchEntry
 from engine.torch_runner import TorchRunner, load_torch_runner
 
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 S = 16  # block size
 NUM_BLOCKS = 64  # two tables of 32 blocks: 512 tokens each
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

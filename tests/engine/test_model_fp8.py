@@ -141,16 +141,17 @@ def test_after_a_handoff_of_equal_precision_nothing_differs_at_all(
     assert torch.equal(there, here)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_after_a_handoff_that_converts_decode_is_as_near_to_fp32_as_an_8_bit_worker(
-    scorers: dict[str, Scorer], length: int
+    scorers: dict[str, Scorer], dtype: str, length: int
 ) -> None:
     """Not equal to it: there, prefill itself attends to 8-bit K and V, so that its deeper layers see other input."""
-    wide, narrow = scorers["float32"], scorers["float8_e4m3"]
+    wide, narrow = scorers[dtype], scorers["float8_e4m3"]
     last = wide.score(prompt(length))[-1]
     narrow.take_over(ship(wide, narrow.runner.kv_cache.layout, length))
     answer, handed = narrow.go_on(prompt(length), last, NUM_TOKENS)
-    true = wide.score(prompt(length) + answer[:-1])[length - 1 :]
+    true = scorers["float32"].score(prompt(length) + answer[:-1])[length - 1 :]
     assert mean_kl(true, handed) <= TINY.kl
     assert top1_agreement(true, handed) >= TINY.top1
     assert torch.equal(handed[0], last), "the first token is sampled where the prompt was computed"
