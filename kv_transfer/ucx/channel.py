@@ -104,13 +104,16 @@ class UcxChannel:
             self._send_slots = self._transport.borrow_slots(self.num_slots * self.frame_bytes)
             self._send_memory = self._send_slots[0]
             return None
-        self._peer_ring.prefault()
+        self._peer_ring.prefault(writable=True)
         self._send_memory = self._peer_ring.view()
         if told.pool is None:
             return None
         self._peer_pool = RemoteRegion(self._endpoint.handle, told.pool.region)
         address = self._peer_pool.address
-        return None if address is None else PeerPool(told.pool.at(address), told.pool.num_blocks)
+        if address is None:
+            return None
+        self._peer_pool.prefault(writable=False)
+        return PeerPool(told.pool.at(address), told.pool.num_blocks)
 
     def post_frame(self, slot: int) -> None:
         tag = self._tag(1 - self._outgoing, False, slot)
