@@ -6,10 +6,11 @@
     4 CLOSING    given up; the KV plane lets go of the blocks                          -> gone
 
 A ticket is adopted at most once. It is given up on cancel, on a lost link, router or deadline, and when no link ping has
-renewed it for a lease. The prefill worker is told (TicketLost) unless it asked; the router hears of 3 only from here and
-of 1 and 2 from the prefill worker. Blocks are dropped once, after the KV plane has said that it writes them no more.
-A cancel that overtakes its Reserve leaves a tombstone for one lease. What it caches is lent to whoever asks over a link
-(worker/block_lender.py). Runs on the worker's event loop; never blocks.
+renewed it for a lease. The prefill worker is told (TicketLost) unless it asked. Pings say what it knows of its tickets; what
+it has missed is said again. The router hears of 3 only from here and of 1 and 2 from the prefill worker. Blocks are dropped
+once, after the KV plane has said that it writes them no more. A cancel that overtakes its Reserve leaves a tombstone for one
+lease. What it caches is lent to whoever asks over a link (worker/block_lender.py). Runs on the worker's event loop; never
+blocks.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Decode:
     renewed_s: float
     state: State
     generation: int = 0
+    ticket: kv_pb2.Ticket | None = None  # as granted
     in_plane: bool = False  # the KV plane may write the blocks
     first_token: int = 0
 
@@ -123,11 +125,8 @@ class DecodeRole:
             if decode is not None and decode.state is not State.RUNNING:  # adopted: only its router may end it now
                 self._close(decode)
         elif kind == "ping":
-            now_s = self._ports.now_s()
-            for seq in message.ping.live_seqs:
-                decode = self._open.get(seq)
-                if decode is not None and decode.peer == peer:
-                    decode.renewed_s = now_s
+            for live in message.ping.live:
+                self._on_live(peer, live)
         else:
             return self._lender.on_link(peer, message)
         return True
@@ -165,7 +164,7 @@ class DecodeRole:
             # The role watches lease and deadline; the plane's own time limit is the backstop behind both.
             max(0.0, decode.deadline_s - self._ports.now_s()) + self._lease_s,
         )
-        ticket = kv_pb2.Ticket(
+        decode.ticket = kv_pb2.Ticket(
             seq=reservation.seq,
             epoch=self._ports.epoch,
             generation=decode.generation,
@@ -173,8 +172,31 @@ class DecodeRole:
             num_leading_blocks=reservation.num_leading_blocks,
             ttl_ms=int(1_000 * self._lease_s),
         )
-        if not self._ports.links.send(decode.peer, kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=ticket))):
+        self._send_grant(decode)
+
+    def _on_live(self, peer: str, live: kv_pb2.LiveTicket) -> None:
+        """Renew a ticket; where the prefill worker knows less of it than we told, something was lost: say it again.
+
+        Link and pings are one ordered stream, so without a loss this finds nothing but what is on its way.
+        """
+        decode = self._ticket(peer, live.seq, live.generation)
+        if decode is None:
+            self._send_ticket_lost(peer, live.seq, live.generation, TransferFailed("the ticket is not open here"))
+            return
+        decode.renewed_s = self._ports.now_s()
+        if decode.state is State.GRANTED and not live.generation:
+            self._send_grant(decode)
+        elif decode.state is State.RUNNING:
+            self._send_ack(decode)
+
+    def _send_grant(self, decode: Decode) -> None:
+        grant = kv_pb2.Grant(ticket=decode.ticket)
+        if not self._ports.links.send(decode.peer, kv_pb2.LinkMessage(grant=grant)):
             self._close(decode)
+
+    def _send_ack(self, decode: Decode) -> None:
+        ack = kv_pb2.Ack(seq=decode.request.seq, generation=decode.generation)
+        self._ports.links.send(decode.peer, kv_pb2.LinkMessage(ack=ack))
 
     def _on_commit(self, peer: str, commit: kv_pb2.Commit) -> None:
         decode = self._ticket(peer, commit.seq, commit.generation) if commit.generation else None
@@ -213,8 +235,7 @@ class DecodeRole:
             return
         decode.state = State.RUNNING
         self._ports.engine.adopt(event.seq, decode.first_token)
-        ack = kv_pb2.Ack(seq=event.seq, generation=event.generation)
-        self._ports.links.send(decode.peer, kv_pb2.LinkMessage(ack=ack))
+        self._send_ack(decode)
 
     def _on_closed(self, decode: Decode, reason: str) -> None:
         if not decode.in_plane:
@@ -260,7 +281,7 @@ class DecodeRole:
                 self._close(decode)
         self._lender.on_link_lost(peer)
 
-    def live_tickets(self, peer: str) -> list[int]:
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
         return []
 
     def on_tick(self) -> None:

@@ -331,13 +331,22 @@ class PrefillRole:
             self._on_nack(peer, message.nack)
             return True
         if kind == "ticket_lost":
-            prefill = self._holding(peer, message.ticket_lost.seq, message.ticket_lost.generation)
-            if prefill is not None:
-                prefill.ticket = None
-                prefill.reserve_sent_s = None
-                self._fail(prefill, error_from_pb(message.ticket_lost.error), FailureReason.STALE_TICKET)
+            self._on_ticket_lost(peer, message.ticket_lost)
             return True
         return self._puller.on_link(peer, message)
+
+    def _on_ticket_lost(self, peer: str, lost: kv_pb2.TicketLost) -> None:
+        if lost.generation:
+            prefill = self._holding(peer, lost.seq, lost.generation)
+        else:  # decode does not know our Reserve, or gave it up and we have not heard
+            prefill = self._at(peer, lost.seq)
+            if prefill is not None and prefill.state is not State.RESERVING:
+                return
+        if prefill is not None:
+            prefill.ticket = None
+            prefill.reserve_sent_s = None
+            self._fail(prefill, error_from_pb(lost.error), FailureReason.STALE_TICKET)
+            self._start_queued()
 
     def _on_link_grant(self, peer: str, ticket: kv_pb2.Ticket) -> bool:
         prefill = self._at(peer, ticket.seq)
@@ -382,9 +391,9 @@ class PrefillRole:
         self._puller.on_link_lost(peer)
         self._start_queued()
 
-    def live_tickets(self, peer: str) -> list[int]:
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
         return [
-            seq
+            kv_pb2.LiveTicket(seq=seq, generation=p.ticket.generation if p.ticket is not None else 0)
             for seq, p in self._open.items()
             if p.peer == peer and State.RESERVING <= p.state <= State.COMMITTING and p.needs_decode
         ]

@@ -338,8 +338,8 @@ class WorkerHost:
         self._flush(step=0)
         self._publish_links()
 
-    def live_tickets(self, peer: str) -> list[int]:
-        return [seq for role in self._roles for seq in role.live_tickets(peer)]
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
+        return [ticket for role in self._roles for ticket in role.live_tickets(peer)]
 
     def _publish_links(self) -> None:
         links = worker_pb2.Links(links=self.links.statuses())

@@ -65,7 +65,7 @@ class LinkListener(Protocol):
     def on_link(self, peer: str, message: kv_pb2.LinkMessage) -> None: ...
     def on_link_ready(self, peer: str) -> None: ...
     def on_link_lost(self, peer: str, error: BatonError) -> None: ...
-    def live_tickets(self, peer: str) -> list[int]: ...
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]: ...
 
 
 @dataclass(slots=True)
@@ -312,7 +312,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 )
                 return
             live = self._listener.live_tickets(link.key) if link.state is State.READY else []
-            link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live_seqs=live))
+            link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live=live))
 
     async def _watch_outbox(self, link: PeerLink) -> None:
         await link.outbox.overflowed.wait()

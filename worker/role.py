@@ -120,8 +120,8 @@ class Role(Protocol):
         """Called several times a second: deadlines, leases, queue heads."""
         ...
 
-    def live_tickets(self, peer: str) -> list[int]:
-        """Seqs whose tickets on `peer` are still wanted; each link ping renews them."""
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
+        """Tickets on `peer` that are still wanted; each link ping renews them, and says what we know of them."""
         ...
 
     def queued_tokens(self) -> list[int]:

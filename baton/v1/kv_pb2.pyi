@@ -499,23 +499,45 @@ class PullDone(_message.Message):
 Global___PullDone: _TypeAlias = PullDone  # noqa: Y015
 
 @_typing.final
+class LiveTicket(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveTicket: _TypeAlias = LiveTicket  # noqa: Y015
+
+@_typing.final
 class LinkPing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENT_NS_FIELD_NUMBER: _builtins.int
-    LIVE_SEQS_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     sent_ns: _builtins.int
     @_builtins.property
-    def live_seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveTicket]: ...
     def __init__(
         self,
         *,
         sent_ns: _builtins.int = ...,
-        live_seqs: _abc.Iterable[_builtins.int] | None = ...,
+        live: _abc.Iterable[Global___LiveTicket] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_seqs", b"live_seqs", "sent_ns", b"sent_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live", b"live", "sent_ns", b"sent_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ class Desk:
 
     def __init__(self, max_queued: int = 10) -> None:
         self.notes = Notes()
-        self.role = DecodeRole(self.notes, lease_s=LEASE_S, max_queued=max_queued)
+        self.role = DecodeRole(self.notes, lease_s=LEASE_S, transfer_timeout_s=10.0, max_queued=max_queued)
 
     def hear(self, peer: str = PEER, **message: object) -> None:
         assert self.role.on_link(peer, kv_pb2.LinkMessage(**message))  # type: ignore[arg-type]
@@ -62,6 +62,7 @@ def test_a_ticket_is_adopted_once_and_acknowledged_once(desk: Desk) -> None:
     assert desk.notes.adopted == [(SEQ, 77)]
     assert desk.notes.sent_seqs("ack") == [SEQ]
     assert desk.notes.sent_seqs("ticket_lost") == [SEQ]  # the second Commit
+    assert desk.role.num_refused_commits == 1
 
 
 def test_a_cancel_that_overtakes_its_reserve_refuses_it_for_a_lease(desk: Desk) -> None:
@@ -82,6 +83,7 @@ def test_a_commit_of_another_generation_or_epoch_is_refused_and_writes_nothing(
     desk.commit(generation, epoch=epoch)
     assert desk.last == "ticket_lost"
     assert desk.role.num_open() == 1
+    assert desk.role.num_refused_commits == 1
 
 
 def test_a_peer_cannot_commit_or_cancel_anothers_ticket(desk: Desk) -> None:
@@ -96,11 +98,40 @@ def test_pings_of_its_own_peer_renew_a_ticket_and_without_them_it_is_given_up(de
     desk.grant()
     for peer, kept in ((PEER, True), ("<x/1", False)):
         desk.notes.now += LEASE_S - 0.1
-        desk.hear(peer, ping=kv_pb2.LinkPing(live_seqs=[SEQ]))
+        desk.hear(peer, ping=kv_pb2.LinkPing(live=[kv_pb2.LiveTicket(seq=SEQ, generation=1)]))
         desk.notes.now += 0.2
         desk.role.on_tick()
         assert (desk.notes.closed_incoming == []) is kept
-    assert desk.notes.sent_seqs("ticket_lost") == [SEQ]
+    assert desk.notes.sent_seqs("ticket_lost") == [SEQ, SEQ]  # the stranger hears that it has none; then its owner
+
+
+def ping(desk: Desk, generation: int) -> None:
+    desk.hear(ping=kv_pb2.LinkPing(live=[kv_pb2.LiveTicket(seq=SEQ, generation=generation)]))
+
+
+def test_what_a_link_lost_is_said_again_on_the_next_ping(desk: Desk) -> None:
+    ping(desk, 0)
+    assert desk.last == "ticket_lost"  # the Reserve never came
+    generation = desk.grant()
+    ping(desk, generation)
+    assert desk.notes.sent_seqs("grant") == [SEQ]
+    ping(desk, 0)
+    assert desk.notes.sent_seqs("grant") == [SEQ, SEQ]
+    assert desk.notes.sent[-1].grant.ticket == desk.notes.sent[-2].grant.ticket
+    desk.commit(generation)
+    desk.role.on_kv(Committed(SEQ, generation, 100))
+    ping(desk, generation)
+    assert desk.notes.sent_seqs("ack") == [SEQ, SEQ]
+    assert desk.notes.adopted == [(SEQ, 77)]
+
+
+def test_a_ticket_that_is_gone_is_lost_to_whoever_still_pings_for_it(desk: Desk) -> None:
+    generation = desk.grant()
+    desk.role.on_kv(IncomingClosed(SEQ, "expired"))
+    num_lost = len(desk.notes.sent_seqs("ticket_lost"))
+    ping(desk, generation)
+    assert len(desk.notes.sent_seqs("ticket_lost")) == num_lost + 1
+    assert desk.notes.sent[-1].ticket_lost.generation == generation
 
 
 def test_blocks_of_a_ticket_are_dropped_only_after_the_plane_has_let_go(desk: Desk) -> None:

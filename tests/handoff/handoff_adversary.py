@@ -42,7 +42,7 @@ class Adversary:
 
     def _on_send(self, data: bytes) -> None:
         header = read_header(memoryview(data))
-        if self.recording and header is not None and header.kind is Kind.DATA:
+        if self.recording and header is not None and header.kind is not Kind.PROBE:
             self.frames.append(OldFrame(header, data[HEADER_BYTES : HEADER_BYTES + header.nbytes]))
 
     def _on_wire(self, worker: RigWorker, peer: str, message: kv_pb2.LinkMessage) -> None:

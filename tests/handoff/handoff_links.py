@@ -188,7 +188,7 @@ class RigLinks:
                 self._lose(end, WorkerLost(f"{end.peer_id} was silent on its link for {limit_s:g} s"), now_s)
                 continue
             live = self._listener.live_tickets(end.key) if end.state is State.READY else []
-            end.send(kv_pb2.LinkMessage(ping=kv_pb2.LinkPing(sent_ns=int(now_s * 1e9), live_seqs=live)))
+            end.send(kv_pb2.LinkMessage(ping=kv_pb2.LinkPing(sent_ns=int(now_s * 1e9), live=live)))
         for key, peer in self._wanted.items():
             end_or_none = self.ends.get(key)
             if end_or_none is None or (end_or_none.state is State.LOST and now_s - end_or_none.lost_s > REOPEN_S):

@@ -519,8 +519,8 @@ class RigWorker:
         for role in self.roles:
             role.on_link_lost(peer, error)
 
-    def live_tickets(self, peer: str) -> list[int]:
-        return [seq for role in self.roles for seq in role.live_tickets(peer)]
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
+        return [ticket for role in self.roles for ticket in role.live_tickets(peer)]
 
     # --- what the rig watches ---
 

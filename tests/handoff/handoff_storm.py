@@ -41,6 +41,7 @@ def random_config(rng: random.Random) -> RigConfig:
         prefix_cache=rng.random() < 0.6,
         blocks_per_frame=rng.choice((1, 2, 5)),
         num_slots=rng.choice((1, 2, 4)),
+        mode=rng.choice(("auto", "staged")),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.request import Request, SamplingParams
-from baton.v1 import kv_pb2
+from baton.v1 import kv_pb2, worker_pb2
 from prefill_worker.prefill_role import PrefillRole
 from tests.worker.noting_ports import Notes
 
@@ -120,3 +120,21 @@ def test_a_grant_that_is_said_twice_is_one_and_another_for_the_same_prompt_is_gi
     other = kv_pb2.Ticket(seq=ticket.seq, epoch=3, generation=8, num_blocks=10)
     assert role.on_link("d", kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=other)))
     assert [message.cancel.generation for message in notes.sent if message.HasField("cancel")] == [8]
+
+
+def test_a_reserve_that_decode_does_not_know_fails_the_call_and_one_that_is_granted_does_not() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    lost = kv_pb2.TicketLost(seq=ROUTER << 32 | 1, error=worker_pb2.ErrorInfo(code="transfer_failed"))
+    submit(role, 1)
+    assert [(live.seq, live.generation) for live in role.live_tickets("d")] == [(lost.seq, 0)]
+    ticket = kv_pb2.Ticket(seq=lost.seq, epoch=3, generation=7, num_blocks=10)
+    assert role.on_link("d", kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=ticket)))
+    assert [(live.seq, live.generation) for live in role.live_tickets("d")] == [(lost.seq, 7)]
+    assert role.on_link("d", kv_pb2.LinkMessage(ticket_lost=lost))  # of a ping that the Grant has crossed
+    assert notes.ended_ == []
+    submit(role, 2)
+    lost.seq = ROUTER << 32 | 2
+    assert role.on_link("d", kv_pb2.LinkMessage(ticket_lost=lost))
+    assert [ended.error.code for ended in notes.ended_] == ["transfer_failed"]
+    assert notes.sent_seqs("cancel") == []  # there is nothing to give back

@@ -63,7 +63,7 @@ class Listener:
     def on_link_lost(self, peer: str, error: BatonError) -> None:
         self.lost.append((peer, error))
 
-    def live_tickets(self, peer: str) -> list[int]:
+    def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
         return []
 
 
