@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from baton.kv_copy import crc32c
 from baton.kv_layout import DTYPE_BYTES, KVLayout, wire_dtype
 from kv_transfer.block_store import BlockStore
-from kv_transfer.frame import crc32c
 from kv_transfer.pair import WireView
 
 
