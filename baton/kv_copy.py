@@ -136,6 +136,11 @@ def clear(
     part.move(None, part.pool("memory", memory, num_blocks, "block_ids", block_ids))
 
 
+def crc32c(data: memoryview) -> int:
+    """Of any contiguous bytes. Raises: BufferError if they are not."""
+    return _kv_copy.crc32c(data)
+
+
 class _Part:
     """What of every block moves: the layers, and the rows of a run. A row is what is contiguous on both sides."""
 

@@ -25,11 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.kv_copy import copy_blocks
+from baton.kv_copy import copy_blocks, crc32c
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit, PeerPool
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
-from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, crc32c, read_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, read_header
 
 EXPIRED = "expired"
 DAMAGED = "damaged"

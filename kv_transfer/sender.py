@@ -27,12 +27,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.kv_copy import checksum
+from baton.kv_copy import checksum, crc32c
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
-from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, crc32c, write_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, write_header
 from kv_transfer.transfer_plan import FramePlan, plan_frames
 
 PULL_BYTES = 8 << 20  # KV of one frame in direct mode. Measured: docs/kv_transfer.md

@@ -9,7 +9,7 @@ from typing import Any
 from ucxx._lib import libucxx
 
 from baton.errors import TransferFailed
-from kv_transfer.frame import crc32c
+from baton.kv_copy import crc32c
 from kv_transfer.liveness import ProcessIdentity
 
 _ADDRESS_MAGIC = b"BUC1"

@@ -17,8 +17,8 @@ from kv_transfer.rdma import is_rdma, missing_for_rdma
 
 _DEFAULT_OPTIONS = {  # kv.ucx may override them
     "KEEPALIVE_INTERVAL": "1s",  # a killed peer on shared memory is noticed in 0.64-0.80 s; UCX's own 20 s is too long
-    # A peer's first read of a page costs 0.6 us in a sysv segment, 0.1-0.2 in a posix one (measured: docs/kv_transfer.md). UCX goes
-    # on to sysv where /dev/shm is too small.
+    # A peer's first read of a page costs 0.6 us in a sysv segment, 0.1-0.2 in a posix one (measured: docs/kv_transfer.md).
+    # UCX goes on to sysv where /dev/shm is too small.
     "ALLOC_PRIO": "md:posix,md:sysv,thp,md:*,mmap,heap",
     "RNDV_THRESH": "inf",  # puts over TCP stay zero-copy: docs/kv_tcp.md
     "POSIX_ERROR_HANDLING": "y",

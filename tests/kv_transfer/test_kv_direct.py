@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from baton.kv_copy import crc32c
 from kv_transfer.channel import PeerPool
 from kv_transfer.events import Committed, IncomingClosed, KVEvent, PairLost, Shipped
-from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, crc32c, write_header
+from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, write_header
 from kv_transfer.pair import WireView
 from kv_transfer.receiver import Receiver
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, TwoCores, frame_bytes_for

@@ -7,12 +7,12 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.kv_copy import crc32c
 from kv_transfer.frame import (
     CREDIT_BYTES,
     HEADER_BYTES,
     FrameHeader,
     Kind,
-    crc32c,
     erase_header,
     pack_credit,
     read_header,

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from baton.kv_copy import crc32c
 from kv_transfer.channel import Credit
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
-from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, crc32c, write_header
+from kv_transfer.frame import HEADER_BYTES, FrameHeader, Kind, write_header
 from kv_transfer.receiver import QUIET_S, Receiver
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 

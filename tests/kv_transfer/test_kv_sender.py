@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.kv_copy import crc32c
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
-from kv_transfer.frame import HEADER_BYTES, FrameHeader, crc32c, read_header
+from kv_transfer.frame import HEADER_BYTES, FrameHeader, read_header
 from kv_transfer.sender import LEASE_EXPIRED, Sender
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 

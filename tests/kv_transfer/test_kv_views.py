@@ -11,7 +11,6 @@ import torch
 
 from baton.kv_copy import crc32c
 from baton.kv_fp8 import dequantise, quantise
-from baton.kv_copy import crc32c
 from kv_transfer.kv_views import Fp8Export
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore
 
