@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 WEIGHT_MIB = 256  # per step; far above any cache, about 20 ms at one core's 14 GB/s (DESIGN section 7)
 BATCH = 4  # rows; below ten the reads of the weights are what takes the time
 COLUMNS = 4_096
 
 
-def decode_steps(duration_s: float) -> tuple[float, ...]:
-    """Seconds of each step, after one that is not counted."""
-    import torch
+class DecodeLoad:
+    """Weights that are in memory; sets torch's threads to one, as an engine on one core has."""
 
-    torch.set_num_threads(1)
-    weights = torch.ones(WEIGHT_MIB << 20 >> 2, dtype=torch.float32).view(-1, COLUMNS)
-    rows = torch.ones(COLUMNS, BATCH)
-    out = torch.empty(weights.shape[0], BATCH)
-    step_s: list[float] = []
-    with torch.inference_mode():
-        torch.mm(weights, rows, out=out)
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._weights = torch.ones(WEIGHT_MIB << 20 >> 2).view(-1, COLUMNS)  # [rows, COLUMNS], float32
+        self._inputs = torch.ones(COLUMNS, BATCH)
+        self._outputs = torch.empty(self._weights.shape[0], BATCH)
+
+    @torch.inference_mode()
+    def run(self, duration_s: float) -> tuple[float, ...]:
+        """Seconds of each step; at least one is made."""
+        step_s: list[float] = []
         ends_s = time.perf_counter() + duration_s
-        while (started_s := time.perf_counter()) < ends_s:
-            torch.mm(weights, rows, out=out)
-            step_s.append(time.perf_counter() - started_s)
-    return tuple(step_s)
+        while True:
+            started_s = time.perf_counter()
+            torch.mm(self._weights, self._inputs, out=self._outputs)
+            ended_s = time.perf_counter()
+            step_s.append(ended_s - started_s)
+            if ended_s >= ends_s:
+                return tuple(step_s)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ import numpy as np
 
 from baton.errors import BatonError
 from bench.child import Failed
-from bench.kv_decode import decode_steps
 from bench.kv_messages import (
     Accept,
     Ack,
@@ -63,6 +63,7 @@ from kv_transfer.events import (
 from kv_transfer.plane import KVPlane, make_transport
 
 if TYPE_CHECKING:
+    from bench.kv_decode import DecodeLoad
     from engine.torch_kv_cache import TorchKVCache
 
 PEER = "peer"
@@ -115,7 +116,7 @@ class KVWorker:
             case Digest(transfers):
                 return DigestIs(self._digest(transfers))
             case Decode(duration_s):
-                return Decoded(decode_steps(duration_s))
+                return Decoded(self._decode_load.run(duration_s))
             case Usage():
                 return UsageIs(cpu_s())
         raise WorkerFailed(f"not a question: {question}")
@@ -129,6 +130,12 @@ class KVWorker:
         self._plane.stop()
         del self._bytes, self._store, self._plane
         gc.collect()
+
+    @cached_property
+    def _decode_load(self) -> DecodeLoad:
+        from bench.kv_decode import DecodeLoad  # loads torch
+
+        return DecodeLoad()
 
     def _connect(self, message: Connect) -> Connected:
         self._peer_epoch = message.peer_epoch

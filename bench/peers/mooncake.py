@@ -21,7 +21,7 @@ class Mooncake:
     def __init__(self, start: PeerStart, pool: Pool) -> None:
         """Raises: PeerFailed: it is not installed, or does not start."""
         try:
-            from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
+            from mooncake.engine import TransferEngine
         except ImportError as error:
             raise PeerFailed(f"mooncake cannot be imported: {error}") from error
         self._engine: Any = TransferEngine()

@@ -29,7 +29,7 @@ class Nixl:
     def __init__(self, start: PeerStart, pool: Pool) -> None:
         """Raises: PeerFailed: it is not installed, or its UCX does not start."""
         try:
-            from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
+            from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise PeerFailed(f"nixl cannot be imported: {error}") from error
         config = nixl_agent_config(enable_prog_thread=start.progress_thread, backends=["UCX"])
