@@ -78,7 +78,7 @@ class Score(NamedTuple):
     """Lower is better, the first field that differs decides."""
 
     unproved_link: bool
-    waiting_tokens: int  # to be computed before the first token: those queued, and its own that nobody can send
+    waiting_tokens: int  # to be computed before the first token: those queued, then its own; a pull counts by its time
     crowded: bool  # the sequence may not fit beside those that decode there
     decode_cost: float  # share of decode memory in use, and AFFINITY for the share of the prompt that it does not cache
     last_chosen: int
@@ -130,17 +130,23 @@ def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_t
         if not can_decode(decode, demand):
             continue
         if decode.role is Role.BOTH or demand.prompt_tokens - decode.cached_tokens <= local_prefill_tokens:
-            yield _score(decode, decode, demand, decode.cached_tokens, proved=True)
+            yield _score(decode, decode, demand, demand.prompt_tokens - decode.cached_tokens, proved=True)
         for prefill in ready:
             if prefill.role is Role.PREFILL and prefill.pool_tokens >= demand.prompt_tokens:
                 link = link_state(prefill, decode)
                 if link in ("ready", "connecting"):
-                    yield _score(prefill, decode, demand, _reachable(prefill, ready), proved=link == "ready")
+                    yield _score(prefill, decode, demand, _own_tokens(prefill, demand, ready), proved=link == "ready")
 
 
-def _reachable(prefill: WorkerSnapshot, ready: Sequence[WorkerSnapshot]) -> int:
-    """Tokens of the prompt that a prefill worker need not compute: it caches them, or can pull them."""
-    return max([prefill.cached_tokens, *(holder.cached_tokens for holder in ready if can_lend(holder, prefill))])
+def _own_tokens(prefill: WorkerSnapshot, demand: Demand, ready: Sequence[WorkerSnapshot]) -> int:
+    """What the prompt costs a prefill worker, in tokens to compute: what it lacks, less where some holder can send it."""
+    costs = [float(demand.prompt_tokens - prefill.cached_tokens)]
+    for holder in ready:
+        num_pulled = holder.cached_tokens - prefill.cached_tokens
+        if num_pulled > 0 and can_lend(holder, prefill):
+            token_cost = holder.token_bytes / prefill.kv_bytes_per_s * prefill.prefill_tokens_per_s
+            costs.append(demand.prompt_tokens - holder.cached_tokens + num_pulled * token_cost)
+    return round(min(costs))
 
 
 def can_decode(worker: WorkerSnapshot, demand: Demand) -> bool:
@@ -162,7 +168,7 @@ def _without_partner(workers: Sequence[WorkerSnapshot], demand: Demand) -> Itera
         fits = decode.role is Role.DECODE and can_decode(decode, demand)
         refused = all(prefill.state == "ready" and link_state(prefill, decode) == "refused" for prefill in prefills)
         if fits and prefills and refused:
-            yield _score(decode, decode, demand, decode.cached_tokens, proved=True)
+            yield _score(decode, decode, demand, demand.prompt_tokens - decode.cached_tokens, proved=True)
 
 
 def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
@@ -175,9 +181,7 @@ def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     return link.state
 
 
-def _score(
-    prefill: WorkerSnapshot, decode: WorkerSnapshot, demand: Demand, num_reachable: int, *, proved: bool
-) -> Choice:
+def _score(prefill: WorkerSnapshot, decode: WorkerSnapshot, demand: Demand, own_tokens: int, *, proved: bool) -> Choice:
     used_share = decode.used_tokens / decode.pool_tokens
     lacking_share = 1 - decode.cached_tokens / demand.prompt_tokens
     return Choice(
@@ -185,7 +189,7 @@ def _score(
         decode.worker_id,
         Score(
             unproved_link=not proved,
-            waiting_tokens=prefill.waiting_tokens + demand.prompt_tokens - num_reachable,
+            waiting_tokens=prefill.waiting_tokens + own_tokens,
             crowded=decode.used_tokens + demand.max_total_tokens > HEADROOM * decode.pool_tokens,
             decode_cost=round(used_share + AFFINITY * lacking_share, 2),  # a hundredth is no reason to prefer one
             last_chosen=prefill.last_chosen + decode.last_chosen,
