@@ -9,6 +9,10 @@
     6 COMMITTING  Commit sent; a Nack sends frames again                      -> 7 on Ack
     7 CLOSING     the router has its Ended; the KV plane lets go of the blocks -> gone
 
+On a worker that decodes, too, a prompt for a peer of a higher epoch goes 1 -> 4 and asks decode once it has its own blocks: 2 is
+then part of 4 and 5. So block pools are taken in the order of their workers' epochs, and workers that fill each other's pools
+never wait in a circle (Havender 1968: resources asked for in one order cannot deadlock).
+
 Every state may go to 7 by cancel, deadline, lost link, lost router or an engine error; the router gets exactly one Ended.
 Blocks belong to the engine from 4 on and are dropped once, after the KV plane has said that it reads them no more.
 Runs on the worker's event loop; never blocks.
@@ -32,6 +36,7 @@ from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
 from worker.block_puller import BlockPuller, Pulled
+from worker.links import peer_epoch
 from worker.role import Ports, PullSource
 from worker.tombstones import Tombstones
 
@@ -60,8 +65,10 @@ class Prefill:
     deadline_s: float
     pull: PullSource | None = None
     state: State = State.QUEUED
+    started_s: float | None = None  # left the queues: nothing to wait for but a pull and the engine
     reserve_sent_s: float | None = None
     reserve_wait_s: float = 0.0
+    granted_s: float = 0.0
     ticket: kv_pb2.Ticket | None = None
     in_plane: bool = False  # the KV plane may read the blocks
     block_ids: tuple[int, ...] = ()
@@ -77,6 +84,10 @@ class Prefill:
     @property
     def needs_decode(self) -> bool:
         return self.request.num_tokens_left > 1
+
+    @property
+    def awaits_grant(self) -> bool:
+        return self.reserve_sent_s is not None and self.ticket is None and self.state is not State.CLOSING
 
     @property
     def queued(self) -> Queued:
@@ -179,26 +190,36 @@ class PrefillRole:
         del self._queue[bisect_left(self._queue, prefill.queued.order, key=_order)]
 
     def _start(self, prefill: Prefill, now_s: float) -> None:
-        if not prefill.needs_decode:
+        if not prefill.needs_decode or self._takes_own_blocks_first(prefill.peer):
             self._dequeue(prefill)
             self._pull(prefill)
-            return
-        reserve = kv_pb2.Reserve(
-            request=request_to_pb(prefill.request), ttl_ms=max(1, int(1_000 * (prefill.deadline_s - now_s)))
-        )
-        if self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(reserve=reserve)):
+        elif self._reserve(prefill, now_s):
             self._dequeue(prefill)
             prefill.state = State.RESERVING
-            prefill.reserve_sent_s = now_s
+
+    def _takes_own_blocks_first(self, peer: str) -> bool:
+        return self._ports.role is RoleKind.BOTH and self._ports.epoch < peer_epoch(peer)
+
+    def _reserve(self, prefill: Prefill, now_s: float) -> bool:
+        ttl_ms = max(1, int(1_000 * (prefill.deadline_s - now_s)))
+        reserve = kv_pb2.Reserve(request=request_to_pb(prefill.request), ttl_ms=ttl_ms)
+        sent = self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(reserve=reserve))
+        prefill.reserve_sent_s = now_s if sent else None
+        return sent
 
     def _on_grant(self, prefill: Prefill, ticket: kv_pb2.Ticket) -> None:
-        now_s = self._ports.now_s()
         prefill.ticket = ticket
-        prefill.reserve_wait_s = now_s - (prefill.reserve_sent_s or now_s)
-        self._pull(prefill)
+        prefill.granted_s = self._ports.now_s()
+        prefill.reserve_wait_s = prefill.granted_s - (prefill.reserve_sent_s or prefill.granted_s)
+        if prefill.state is State.RESERVING:
+            self._pull(prefill)
+        else:
+            self._open_transfer(prefill, ticket)
+            self._ship_ready(prefill)
         self._start_queued()
 
     def _pull(self, prefill: Prefill) -> None:
+        prefill.started_s = self._ports.now_s()
         if prefill.pull is None:
             self._compute(prefill)
             return
@@ -212,20 +233,22 @@ class PrefillRole:
 
     def _compute(self, prefill: Prefill) -> None:
         prefill.state = State.PREFILLING
-        ticket = prefill.ticket
-        if ticket is not None:
-            prefill.in_plane = True
-            self._ports.kv.open_outgoing(
-                prefill.peer,
-                prefill.request.seq,
-                ticket.epoch,
-                ticket.generation,
-                ticket.num_leading_blocks,
-                ticket.num_blocks,
-                # The role watches deadline and transfer timeout; the plane's own lease is the backstop behind both.
-                max(0.0, prefill.deadline_s - self._ports.now_s()) + self._lease_s,
-            )
+        if prefill.ticket is not None:
+            self._open_transfer(prefill, prefill.ticket)
         self._ports.engine.add(prefill.request, prefill_only=True)
+
+    def _open_transfer(self, prefill: Prefill, ticket: kv_pb2.Ticket) -> None:
+        prefill.in_plane = True
+        self._ports.kv.open_outgoing(
+            prefill.peer,
+            prefill.request.seq,
+            ticket.epoch,
+            ticket.generation,
+            ticket.num_leading_blocks,
+            ticket.num_blocks,
+            # The role watches deadline and transfer timeout; the plane's own lease is the backstop behind both.
+            max(0.0, prefill.deadline_s - self._ports.now_s()) + self._lease_s,
+        )
 
     # --- 4 -> 5 -> 6 ---
 
@@ -250,8 +273,9 @@ class PrefillRole:
             return
         prefill.block_ids = chunk.block_ids
         prefill.num_computed_tokens = chunk.num_computed_tokens
-        if prefill.in_plane:
-            self._ship(prefill, chunk.num_computed_tokens // self._block_size, last=False)
+        if prefill.needs_decode and prefill.reserve_sent_s is None:
+            self._reserve(prefill, self._ports.now_s())
+        self._ship_ready(prefill)
 
     def _on_prefilled(self, prefilled: PrefillEnded) -> None:
         prefill = self._open.get(prefilled.seq)
@@ -265,9 +289,14 @@ class PrefillRole:
             self._end(prefill, worker_pb2.OUTCOME_FINISHED, prefilled.first.finish)
             return
         prefill.state = State.SHIPPING
-        self._ship(prefill, len(prefill.block_ids), last=True)
+        self._ship_ready(prefill)
 
-    def _ship(self, prefill: Prefill, num_ready_blocks: int, *, last: bool) -> None:
+    def _ship_ready(self, prefill: Prefill) -> None:
+        """Let go what is computed, where decode has granted."""
+        if not prefill.in_plane:
+            return
+        last = prefill.state is State.SHIPPING
+        num_ready_blocks = len(prefill.block_ids) if last else prefill.num_computed_tokens // self._block_size
         if prefill.ship_started_s is None:
             prefill.ship_started_s = self._ports.now_s()
         self._ports.kv.ship(prefill.request.seq, prefill.block_ids, num_ready_blocks, last)
@@ -317,7 +346,7 @@ class PrefillRole:
             return self._on_link_grant(peer, message.grant.ticket)
         if kind == "reserve_refused":
             prefill = self._at(peer, message.reserve_refused.seq)
-            if prefill is not None and prefill.state is State.RESERVING:
+            if prefill is not None and prefill.awaits_grant:
                 prefill.reserve_sent_s = None  # nothing is reserved there, so nothing to cancel
                 self._fail(prefill, error_from_pb(message.reserve_refused.error))
                 self._start_queued()
@@ -340,7 +369,7 @@ class PrefillRole:
             prefill = self._holding(peer, lost.seq, lost.generation)
         else:  # decode does not know our Reserve, or gave it up and we have not heard
             prefill = self._at(peer, lost.seq)
-            if prefill is not None and prefill.state is not State.RESERVING:
+            if prefill is not None and not prefill.awaits_grant:
                 return
         if prefill is not None:
             prefill.ticket = None
@@ -352,7 +381,7 @@ class PrefillRole:
         prefill = self._at(peer, ticket.seq)
         if prefill is not None and prefill.ticket == ticket:
             return True  # said twice
-        if prefill is None or prefill.state is not State.RESERVING:
+        if prefill is None or not prefill.awaits_grant:
             self._cancel_ticket(peer, ticket.seq, ticket.generation, "no longer wanted")
             return True
         num_blocks = -(-len(prefill.request.token_ids) // self._block_size)
@@ -395,7 +424,7 @@ class PrefillRole:
         return [
             kv_pb2.LiveTicket(seq=seq, generation=p.ticket.generation if p.ticket is not None else 0)
             for seq, p in self._open.items()
-            if p.peer == peer and State.RESERVING <= p.state <= State.COMMITTING and p.needs_decode
+            if p.peer == peer and p.reserve_sent_s is not None and p.state is not State.CLOSING
         ]
 
     # --- time ---
@@ -409,10 +438,15 @@ class PrefillRole:
                 continue
             if now_s > prefill.deadline_s:
                 self._fail(prefill, DeadlineExceeded("the call's deadline passed during prefill"))
-            elif prefill.prefill_ended_s and now_s - prefill.prefill_ended_s > self._transfer_timeout_s:
+            elif self._is_ack_late(prefill, now_s):
                 late = TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
                 self._fail(prefill, late, FailureReason.NO_ACK)
         self._start_queued()
+
+    def _is_ack_late(self, prefill: Prefill, now_s: float) -> bool:
+        """Waiting for a Grant is no transfer: that lasts as long as the call may."""
+        started_s = max(prefill.prefill_ended_s, prefill.granted_s)
+        return bool(prefill.in_plane and prefill.prefill_ended_s) and now_s - started_s > self._transfer_timeout_s
 
     # --- 7 ---
 
@@ -460,7 +494,7 @@ class PrefillRole:
 
     def _stats(self, prefill: Prefill) -> worker_pb2.SeqStats:
         now_s = self._ports.now_s()
-        queue_s = prefill.reserve_wait_s + ((prefill.reserve_sent_s or prefill.arrival_s) - prefill.arrival_s)
+        queue_s = (now_s if prefill.started_s is None else prefill.started_s) - prefill.arrival_s
         shipped = prefill.ship_started_s is not None
         return worker_pb2.SeqStats(
             queue_ms=1_000 * queue_s + prefill.stats.queue_ms,

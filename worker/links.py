@@ -36,6 +36,11 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 
 
+def peer_epoch(key: str) -> int:
+    """Of the worker at the other end of the link that has this key."""
+    return int(key.rpartition("/")[2], 16)
+
+
 class State(enum.StrEnum):
     CONNECTING = "connecting"
     READY = "ready"

@@ -80,6 +80,11 @@ class Ports(Protocol):
         """Of this worker."""
         ...
 
+    @property
+    def role(self) -> BatonRole:
+        """Which new work this worker takes. Changes only while nothing is open."""
+        ...
+
     def now_s(self) -> float: ...
 
     def refusal(self, kind: BatonRole) -> BatonError | None:

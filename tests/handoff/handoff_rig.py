@@ -596,7 +596,7 @@ class Cluster:
         worker = self.workers[worker_id] = RigWorker(self, worker_id, role, num_blocks)
         for prefill in self.of_role(Role.PREFILL):
             for decode in self.of_role(Role.DECODE):
-                if worker in (prefill, decode):
+                if worker in (prefill, decode) and prefill is not decode:
                     prefill.links.open(decode, self.clock.now_s)
         return worker
 

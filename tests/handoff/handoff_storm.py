@@ -8,6 +8,8 @@
 `hostile`  reuses seqs for other prompts, perhaps after decode's restart, while an adversary sends what it recorded of the
            first ones: a call may fail, but no text of another prompt may come.
 
+`ring`     fills the pools of workers that prefill for each other: nobody may wait for ever.
+
 All end with a drain (nothing may be left anywhere) and plain calls between every pair of workers, equal to the reference.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from baton.request import SamplingParams
+from baton.request import Role, SamplingParams
 from kv_transfer.loopback import Faults
 from tests.handoff.handoff_adversary import Adversary, changed_prompt
 from tests.handoff.handoff_calls import Call, Rig, random_prompt
@@ -26,6 +28,7 @@ from worker.links import State
 
 CALM_S = 0.5  # long enough for links to be ready
 TROUBLES = ("cancel", "cut", "restart", "model", "router", "time", "stop", "slow")
+MODES = ("auto", "staged")
 MAX_PROMPT = 60  # tokens: 15 blocks, 4 chunks
 
 
@@ -41,7 +44,7 @@ def random_config(rng: random.Random) -> RigConfig:
         prefix_cache=rng.random() < 0.6,
         blocks_per_frame=rng.choice((1, 2, 5)),
         num_slots=rng.choice((1, 2, 4)),
-        mode=rng.choice(("auto", "staged")),
+        mode=rng.choice(MODES),
     )
 
 
@@ -164,6 +167,27 @@ class Scenario:
         adversary.replaying = False
         self.calm_down()
         return self.rig
+
+    @staticmethod
+    def ring(seed: int) -> Rig:
+        """Two or three workers of both roles, each prefilling for the next, with pools that hold one prompt and a half."""
+        rng = random.Random(seed)
+        names = ("a", "b", "c")[: rng.randint(2, 3)]
+        config = RigConfig(num_prefill=0, num_decode=0, prefix_cache=rng.random() < 0.3, mode=rng.choice(MODES))
+        rig = Rig(seed, Cluster(seed, config))
+        for name in names:
+            rig.cluster.start(name, Role.BOTH, num_blocks=16)
+        rig.cluster.run_for(CALM_S)
+        for _ in range(rng.randint(6, 12)):
+            place = rng.randrange(len(names))
+            call = rig.router.submit(
+                random_prompt(rng, 40), 8, prefill=names[place], decode=names[(place + 1) % len(names)]
+            )
+            rig.cluster.run_turns(rng.randrange(20))
+            if rng.random() < 0.2:
+                rig.router.cancel(call)
+        rig.finish_all()
+        return rig
 
     def _restart(self, worker_id: str) -> None:
         dead = self.cluster.workers[worker_id]

@@ -188,6 +188,10 @@ def prefill_forgets_that_a_seq_has_ended(patch: Patch) -> None:
     patch.setattr(PrefillRole, "_forget", forget_all)
 
 
+def prefill_asks_for_a_peers_blocks_while_its_own_are_not_sure(patch: Patch) -> None:
+    patch.setattr(PrefillRole, "_takes_own_blocks_first", lambda self, peer: False)
+
+
 def the_plane_commits_twice(patch: Patch) -> None:
     settle = Receiver._settle
 
@@ -352,6 +356,7 @@ def test_conversations_find_a_seeded_defect_of_what_flows_back(
         (the_plane_writes_after_it_said_that_a_ticket_is_closed, Scenario.impatient),
         (decode_forgets_a_cancel_that_overtook_its_reserve, Scenario.impatient),
         (prefill_forgets_that_a_seq_has_ended, hasty),
+        (prefill_asks_for_a_peers_blocks_while_its_own_are_not_sure, lambda scenario: Scenario.ring(scenario.rig.seed)),
         (the_plane_commits_twice, Scenario.calm),
         (decode_adopts_twice, Scenario.calm),
         (prefill_ends_twice, Scenario.calm),

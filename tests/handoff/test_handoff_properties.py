@@ -46,6 +46,12 @@ def test_conversations_whose_kv_flows_back_are_whole_and_under_trouble_never_wro
         Chats(seed).hostile()
 
 
+@pytest.mark.parametrize("start", range(0, 100, BLOCK))
+def test_workers_that_fill_each_others_pools_never_wait_in_a_circle(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        Scenario.ring(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("start", range(1_000, 6_000, 1_000))

@@ -18,6 +18,7 @@ class Notes:
     draining: bool = False
     links_up: bool = True
     epoch: int = 7
+    role: Role = Role.PREFILL
     sent: list[kv_pb2.LinkMessage] = field(default_factory=list)
     ended_: list[worker_pb2.Ended] = field(default_factory=list)
     refused_: list[tuple[int, BatonError]] = field(default_factory=list)
