@@ -146,6 +146,7 @@ class UcxTransport:
             self._closed = True
             os.close(self._event_fd)
         self._epoll.close()
+        self._closing = [channel for channel in self._closing if not channel.release()]
         if self._closing:
             _log.error("kv slots still quarantined at stop channels=%d", len(self._closing))
         self._slots.clear()
