@@ -41,6 +41,7 @@ class Gates:
         self.pace_s = 0.0  # of an engine step that decodes
         self.trouble: dict[str, float] = {}  # what happens to a link message, and how often
         self.random = random.Random(0)
+        self._last_commit: Callable[[dict[str, int]], None] | None = None
         self._seqs: dict[str, set[int]] = {}  # armed message kinds
         self._skips: dict[str, int] = {}  # armed copies: how many pass before one waits
         self._kept: list[Callable[[], object]] = []
@@ -71,6 +72,24 @@ class Gates:
     def keep(self, say: Callable[[], object]) -> None:
         """Called on the loop, which says it later."""
         self._kept.append(partial(asyncio.get_running_loop().call_soon_threadsafe, say))
+
+    def note_commit(self, links: LinkPort, peer: str, commit: kv_pb2.Commit) -> None:
+        """Called on the loop with what a prefill worker sends."""
+        loop = asyncio.get_running_loop()
+
+        def say(changes: dict[str, int]) -> None:
+            forged = kv_pb2.Commit()
+            forged.CopyFrom(commit)
+            for name, value in changes.items():
+                setattr(forged, name, value)
+            loop.call_soon_threadsafe(links.send, peer, kv_pb2.LinkMessage(commit=forged))
+
+        self._last_commit = say
+
+    def say_commit_again(self, changes: dict[str, int]) -> None:
+        """Send the last Commit once more, with some of its fields changed."""
+        assert self._last_commit is not None
+        self._last_commit(changes)
 
     def pass_copy(self, name: str) -> None:
         """Called on the KV thread before a copy; waits where it is armed."""
@@ -143,6 +162,8 @@ class HeldLinks:
 
     def send(self, peer: str, message: kv_pb2.LinkMessage) -> bool:
         kind = message.WhichOneof("message") or ""
+        if kind == "commit":
+            self._gates.note_commit(self._links, peer, message.commit)
         if self._gates.holds_message(kind, seq_of(kind, message)):
             if kind == "reserve":
                 return False  # as where the link is not ready: the prompt stays queued

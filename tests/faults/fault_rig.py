@@ -52,7 +52,7 @@ FULL = Times(lease_s=5.0, stop_s=10.0)
 class FaultWorker:
     """One process. `kill` and `stop` are SIGKILL and SIGSTOP."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, **environment: str) -> None:
         self.config = config
         self.was_killed = False
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -64,13 +64,14 @@ class FaultWorker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if not os.environ.get("FAULT_LOGS") else None,
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
             )
             said = self._line(lambda line: isinstance(line, dict))
         self.peer = worker_pb2.Peer(
             worker_id=config.worker_id, epoch=said["epoch"], address=f"{config.host}:{said['port']}"
         )
         self.port = int(said["port"])
+        self.address = self.peer.address  # for Sessions; `peer` is what other workers are told
 
     @property
     def worker_id(self) -> str:
@@ -99,7 +100,8 @@ class FaultWorker:
                     line = json.loads(raw)
                     if is_it(line):
                         return line
-        raise AssertionError(f"{self.config.worker_id} ended with {self.process.wait()}")
+        self._close()
+        raise AssertionError(f"{self.config.worker_id} ended with {self.process.returncode}")
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -193,7 +195,7 @@ class FaultRouter:
     async def meet(self, *workers: FaultWorker) -> None:
         """Open Sessions to workers that are new, or new again, and tell every prefill worker of the decode workers."""
         for worker in workers:
-            client = await self._stack.enter_async_context(SessionClient(worker.peer.address, self.epoch))
+            client = await self._stack.enter_async_context(SessionClient(worker.address, self.epoch))
             self.sessions[worker.worker_id], self.workers[worker.worker_id] = client, worker
         decode = [worker.peer for worker in self.workers.values() if worker.config.role in ("decode", "both")]
         for worker in self.workers.values():
@@ -299,8 +301,8 @@ class Fleet:
     def __init__(self) -> None:
         self.workers: list[FaultWorker] = []
 
-    async def start(self, *configs: WorkerConfig) -> list[FaultWorker]:
-        starts = (asyncio.to_thread(FaultWorker, config) for config in configs)
+    async def start(self, *configs: WorkerConfig, **environment: str) -> list[FaultWorker]:
+        starts = (asyncio.to_thread(FaultWorker, config, **environment) for config in configs)
         started = await asyncio.gather(*starts)
         self.workers += started
         return started

@@ -4,6 +4,7 @@ Each line of standard input is a JSON list [command, *arguments]; each is answer
 
     hold KIND SEQ        keep link messages of this kind that name SEQ     copy NAME N    let N copies pass, stop the next
     pace SECONDS         of every step that decodes                        trouble RATES  of link messages
+    commit CHANGES       say the last Commit again, changed
     release              all of it ends                                    held           counts by gate
     found                what the scripted engine found wrong              resources      fds, threads, shared mappings, rss
 """
@@ -20,6 +21,8 @@ import psutil
 
 from baton.config import WorkerConfig
 from engine.scripted_runner import ScriptedRunner
+from kv_transfer.liveness import ProcessIdentity
+from kv_transfer.ucx import transport
 from tests.faults.fault_gates import GATES, held_runner, hold_direct_copies
 from tests.worker.scripted_worker import LAYOUT, SPEC
 from worker.main import main
@@ -44,6 +47,8 @@ def obey(command: str, *arguments: object) -> object:
             GATES.pace_s = pace_s
         case ["trouble", dict(rates)]:
             GATES.trouble = rates
+        case ["commit", dict(changes)]:
+            GATES.say_commit_again(changes)
         case ["release"]:
             GATES.release()
         case ["held"]:
@@ -65,6 +70,22 @@ def obey(command: str, *arguments: object) -> object:
     return None
 
 
+def advertise(port: int) -> None:
+    """Tell peers another TCP port for KV than the one that we listen on, as behind a wrong device or a firewall."""
+    pack = vars(transport)["pack_address"]
+
+    def pack_elsewhere(told: bytes, process: ProcessIdentity) -> bytes:
+        listening = [c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        (ours,) = (packed for packed in map(packed_port, listening) if packed in told)
+        return bytes(pack(told.replace(ours, packed_port(port)), process))
+
+    vars(transport)["pack_address"] = pack_elsewhere
+
+
+def packed_port(port: int) -> bytes:
+    return port.to_bytes(2, "big")
+
+
 def listen() -> None:
     for line in sys.stdin:
         print(json.dumps(["answer", obey(*json.loads(line))]), flush=True)
@@ -72,5 +93,7 @@ def listen() -> None:
 
 if __name__ == "__main__":
     hold_direct_copies()
+    if "FAULT_DATA_PORT" in os.environ:
+        advertise(int(os.environ["FAULT_DATA_PORT"]))
     threading.Thread(target=listen, name="commands", daemon=True).start()
     sys.exit(main(load_scripted_model))
