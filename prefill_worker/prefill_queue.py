@@ -2,7 +2,8 @@
 
 Late reservation: a prompt reserves decode memory only when this worker is about to compute it, since an early one idles
 memory that running sequences could use. A decode worker that lets a Reserve wait is full: prompts bound for it stay queued
-while those for other decode workers go ahead, so one full worker stalls nobody else.
+while those for other decode workers go ahead, so one full worker stalls nobody else; nor does one from which KV flows back
+slowly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 # Granted prompt tokens kept ready, in step budgets: one being computed, one ready behind it, so that the engine never
 # waits for a Grant (a link round trip is well under one step).
 LOOKAHEAD_STEPS = 2
-# A Reserve unanswered for this long means that decode is full; a link round trip takes about 1 ms (gRPC, loopback).
+# A Reserve unanswered for this long means that decode is full; a link round trip takes about 1 ms (gRPC, loopback). A pull
+# that lasts longer waits for its holder or the wire, and the engine would wait with it.
 PATIENCE_S = 0.05
 
 
@@ -35,11 +37,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Underway:
-    """A prompt that reserves or is being computed."""
+    """A prompt that reserves, pulls or is being computed."""
 
     peer: str
     num_tokens_left: int
     reserve_sent_s: float | None  # None once granted
+    pull_started_s: float | None = None  # None unless its blocks are on their way here
 
 
 def next_to_reserve(
@@ -54,9 +57,9 @@ def next_to_reserve(
     budget = LOOKAHEAD_STEPS * step_tokens
     full_peers: set[str] = set()
     for started in underway:
-        if started.reserve_sent_s is not None and now_s - started.reserve_sent_s > PATIENCE_S:
+        if _is_slow(started.reserve_sent_s, now_s):
             full_peers.add(started.peer)  # waits for memory, not for us: it takes none of our budget
-        else:
+        elif not _is_slow(started.pull_started_s, now_s):
             budget -= started.num_tokens_left
     chosen: list[int] = []
     for prompt in queued:
@@ -67,3 +70,7 @@ def next_to_reserve(
         chosen.append(prompt.seq)
         budget -= prompt.num_tokens
     return chosen
+
+
+def _is_slow(since_s: float | None, now_s: float) -> bool:
+    return since_s is not None and now_s - since_s > PATIENCE_S

@@ -176,6 +176,7 @@ class PrefillRole:
                 peer=p.peer,
                 num_tokens_left=len(p.request.token_ids) - p.num_computed_tokens,
                 reserve_sent_s=p.reserve_sent_s if p.state is State.RESERVING else None,
+                pull_started_s=p.started_s if p.state is State.PULLING else None,
             )
             for p in self._open.values()
             if State.RESERVING <= p.state <= State.PREFILLING
@@ -528,8 +529,7 @@ class PrefillRole:
         return prefill
 
     def queued_tokens(self) -> list[int]:
-        waiting = (State.QUEUED, State.RESERVING)
-        return [len(p.request.token_ids) for p in self._open.values() if p.state in waiting]
+        return [len(p.request.token_ids) for p in self._open.values() if p.state <= State.PULLING]
 
     def num_open(self) -> int:
         return len(self._open) + self._puller.num_open()

@@ -50,6 +50,12 @@ def test_a_full_decode_worker_holds_up_its_own_prompts_and_nobody_elses() -> Non
     assert chosen([queued(1, "d"), queued(2, "e"), queued(3, "")], full) == [2, 3]
 
 
+def test_a_prompt_that_is_pulled_slowly_leaves_its_budget_to_others_whoever_decodes_them() -> None:
+    quick, slow = (Underway("d", BUDGET, None, NOW_S - for_s) for for_s in (0.0, 2 * PATIENCE_S))
+    assert chosen([queued(1, "d"), queued(2, "e")], [quick]) == []
+    assert chosen([queued(1, "d"), queued(2, "e")], [slow]) == [1, 2]
+
+
 def test_a_prompt_whose_link_is_not_ready_waits_and_one_that_needs_none_does_not() -> None:
     assert chosen([queued(1, "x"), queued(2, ""), queued(3, "d")], ready=["d"]) == [2, 3]
 

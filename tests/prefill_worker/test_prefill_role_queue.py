@@ -7,8 +7,10 @@ import pytest
 from baton.errors import Unavailable
 from baton.request import Request, SamplingParams
 from baton.v1 import kv_pb2, worker_pb2
+from prefill_worker.prefill_queue import PATIENCE_S
 from prefill_worker.prefill_role import PrefillRole
 from tests.worker.noting_ports import Notes
+from worker.role import PullSource
 
 ROUTER, OTHER_ROUTER = 1, 2
 
@@ -27,10 +29,18 @@ def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
     return role
 
 
-def submit(role: PrefillRole, n: int, router: int = ROUTER, *, priority: int = 0, max_tokens: int = 5) -> None:
+def submit(
+    role: PrefillRole,
+    n: int,
+    router: int = ROUTER,
+    *,
+    priority: int = 0,
+    max_tokens: int = 5,
+    pull: PullSource | None = None,
+) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Request(seq=router << 32 | n, token_ids=(9,) * 150, sampling=sampling, priority=priority)
-    role.on_submit(request, "d", deadline_s=100.0)
+    role.on_submit(request, "d", deadline_s=100.0, pull=pull)
 
 
 def reserves(notes: Notes) -> list[int]:
@@ -83,6 +93,18 @@ def test_a_lost_link_ends_its_prompts_but_those_that_need_no_decode_worker() -> 
     role.on_link_lost("d", Unavailable("gone"))
     assert [message.seq & 0xFFFF for message in notes.ended_] == [1, 2, 3]
     assert notes.added == [ROUTER << 32 | 4]
+
+
+def test_prompts_that_are_pulled_slowly_hold_nobody_up_and_count_as_waiting() -> None:
+    notes = Notes()
+    role = make_role(notes)
+    for n in (1, 2):
+        submit(role, n, max_tokens=1, pull=PullSource("holder", 9))
+    submit(role, 3)
+    assert (reserves(notes), role.queued_tokens()) == ([], [150, 150, 150])
+    notes.now += 2 * PATIENCE_S
+    role.on_tick()
+    assert (reserves(notes), role.queued_tokens()) == ([3], [150, 150, 150])
 
 
 def test_deadlines_end_queued_and_reserving_prompts_alike() -> None:
