@@ -65,10 +65,10 @@ async def test_two_hundred_calls_that_leave_during_their_transfer_leave_nothing(
             await router.plain()
             await router.idle()
             before = {name: worker.ask("resources") for name, worker in router.workers.items()}
-            for _ in range(10):
+            for _ in range(5):
                 holder, copy = rng.choice([(p, "gather"), (d, "scatter")])
                 holder.ask("copy", copy, rng.randrange(40))
-                calls = [router.submit(prompt(rng.randint(100, 200), salt), 50) for salt in range(20)]
+                calls = [router.submit(prompt(rng.randint(100, 200), salt), 50) for salt in range(40)]
                 await until(lambda: sum(bool(call.tokens) for call in calls) > 3 or bool(p.ask("held").get("gather")))  # noqa: B023
                 rng.shuffle(calls)
                 for call in calls:

@@ -89,7 +89,7 @@ async def test_streams_that_are_cut_in_the_middle_of_a_message_end_calls_and_com
         d.peer.address = proxy.address
         async with routing(0xE2, p, d) as router:
             cuts = 0
-            for _ in range(6):
+            for _ in range(4):
                 calls = [router.submit(prompt(200, salt=n), 10) for n in range(6)]
                 await asyncio.sleep(0.1 * rng.random())
                 cuts += proxy.cut(rng)
