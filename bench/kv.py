@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.child import ChildError
+from bench.foreign_load import ForeignLoad
 from bench.kv_limits import Limit, limit_of, measure_memcpy, measure_perftest, perftests
 from bench.kv_pair import KVPair
 from bench.kv_plan import (
@@ -27,8 +28,9 @@ from bench.kv_plan import (
     block_tables,
     figures,
 )
-from bench.kv_report import Progress, Row, print_report, write_json
+from bench.kv_report import Progress, Report, Row, print_report, to_document
 from bench.peers.runs import PEERS, PeerRow, measure_peer
+from bench.report import dump
 from bench.serve_cli import positive_int
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -85,6 +87,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"baton bench kv: {error}", file=sys.stderr)
         return 2
     try:
+        load = ForeignLoad()
         with Progress() as progress:
             limits, rows, peers = measure(plan, progress)
     except ChildError as error:
@@ -92,9 +95,10 @@ def main(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    print_report(limits, rows, peers)
+    report = Report(limits, rows, peers, load.cores())
+    print_report(report)
     if args.json:
-        write_json(args.json, limits, rows, peers)
+        args.json.write_bytes(dump(to_document(report)))
     return 0
 
 

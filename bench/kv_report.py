@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from bench.kv_limits import Limit
 from bench.kv_plan import TRANSPORT_TLS, Case, Figures, Spread
 from bench.peers.runs import PeerRow
-from bench.report import dump, this_machine
+from bench.report import this_machine
 
 PIPE_WIDTH = 160  # columns where nobody says how wide the reader is
 
@@ -60,16 +59,24 @@ class Row:
         return self.limit.gb_per_s.median if self.limit.gb_per_s else None
 
 
-def print_report(limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> None:
+@dataclass(frozen=True, slots=True)
+class Report:
+    limits: Sequence[Limit]
+    rows: Sequence[Row]
+    peers: Sequence[PeerRow]
+    foreign_cores: float  # that other processes kept busy meanwhile
+
+
+def print_report(report: Report) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     console.print(f"{this_machine()}", markup=False, soft_wrap=True)
-    console.print(limits_table(limits))
-    console.print(rows_table(rows))
-    if peers:
-        console.print(peers_table(peers))
-    for line in notes(limits, peers):
+    console.print(limits_table(report.limits))
+    console.print(rows_table(report.rows))
+    if report.peers:
+        console.print(peers_table(report.peers))
+    for line in notes(report):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -119,30 +126,28 @@ def rate_cells(rate: Spread) -> tuple[str, str, str]:
     return f"{rate.median:.2f}", f"{rate.min:.2f}-{rate.max:.2f}", str(rate.n)
 
 
-def notes(limits: Sequence[Limit], peers: Sequence[PeerRow]) -> Iterator[str]:
+def notes(report: Report) -> Iterator[str]:
     yield (
         "GB = 1e9 bytes of payload. The limit of shm is perftest's put with error handling, of tcp without (docs/kv_tcp.md). "
         "A cold case is the first transfer of a fresh pair. Baton verifies a checksum of every byte; the others do not."
     )
-    for limit in limits:
+    yield f"Other processes used {report.foreign_cores:.2f} cores meanwhile."
+    for limit in report.limits:
         if not limit.gb_per_s:
             yield f"{limit.transport}: {limit.name} does not run here: {limit.reason}"
-    reasons = dict.fromkeys((row.transport, row.peer, row.reason) for row in peers if not row.gb_per_s)
+    reasons = dict.fromkeys((row.transport, row.peer, row.reason) for row in report.peers if not row.gb_per_s)
     for transport, peer, reason in reasons:
         yield f"{transport}: {peer} does not run here: {reason}"
 
 
-def write_json(path: Path, limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> None:
-    path.write_bytes(dump(to_document(limits, rows, peers)))
-
-
-def to_document(limits: Sequence[Limit], rows: Sequence[Row], peers: Sequence[PeerRow]) -> dict[str, object]:
+def to_document(report: Report) -> dict[str, object]:
     return {
         "machine": asdict(this_machine()),
         "ucx_tls": TRANSPORT_TLS,
-        "limits": [asdict(limit) for limit in limits],
-        "peers": [{**asdict(row), "case": row.case.name} for row in peers],
-        "results": [row_document(row) for row in rows],
+        "foreign_cores": report.foreign_cores,
+        "limits": [asdict(limit) for limit in report.limits],
+        "peers": [{**asdict(row), "case": row.case.name} for row in report.peers],
+        "results": [row_document(row) for row in report.rows],
     }
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import foreign_load
 from bench.kv import UsageError, add_parser, make_plan
 from bench.kv_limits import Limit, Perftest, PerftestError, limit_of, parse_perftest
 from bench.kv_plan import LAYOUTS, Case, Sample, Spread, block_tables, figures, spread
-from bench.kv_report import Row, best_of_peers, notes, write_json
+from bench.kv_report import Report, Row, best_of_peers, notes, to_document
 from bench.peers.process import Copy, merge_adjacent
 from bench.peers.runs import PeerRow
+from bench.report import dump
 
 CASE = Case("default", 4_096, 1, warm=True)
 PERFTEST_OUTPUT = """
@@ -90,15 +91,15 @@ def test_the_better_setting_of_a_library_counts_and_contiguous_blocks_count_apar
 def test_a_library_that_does_not_run_has_no_figure_but_a_line_that_says_why() -> None:
     row = peer_row("a", None)
     assert best_of_peers([row]) == {}
-    assert "shm: nixl does not run here: cannot be imported" in list(notes([], [row, row]))
-    assert len(list(notes([], [row, row]))) == 2
+    assert "shm: nixl does not run here: cannot be imported" in list(notes(Report([], [], [row, row], 0.0)))
+    assert len(list(notes(Report([], [], [row, row], 0.0)))) == 3
 
 
-def test_the_json_names_what_each_result_is_held_against(tmp_path: Path) -> None:
+def test_the_json_names_what_each_result_is_held_against() -> None:
     limit = Limit("shm", limit_of("shm").name, Spread(3, 10.0, 9.0, 11.0))
     moved = figures(CASE.nbytes, [Sample(0.1, (0.1,), 0.05, 0.05)])
-    write_json(tmp_path / "kv.json", [limit], [Row("shm", "direct", CASE, moved, limit, (peer_row("a", 4.0),))], [])
-    document = json.loads((tmp_path / "kv.json").read_text())
+    report = Report([limit], [Row("shm", "direct", CASE, moved, limit, (peer_row("a", 4.0),))], [], foreign_cores=0.5)
+    document = json.loads(dump(to_document(report)))
     (result,) = document["results"]
     wanted = {
         "transport",
@@ -118,6 +119,7 @@ def test_the_json_names_what_each_result_is_held_against(tmp_path: Path) -> None
     assert result["limit_gb_per_s"] == 10.0
     assert result["limit"] == "perftest ucp_put_bw with error handling"
     assert result["peers"] == {"nixl": 4.0}
+    assert document["foreign_cores"] == 0.5
     assert document["machine"]["num_cores"] >= 1
 
 
@@ -152,3 +154,20 @@ def test_joined_copies_move_the_same_bytes_and_none_that_continue_each_other_sta
     assert moved == [(copy.source + i, copy.target + i) for copy in copies for i in range(run)]
     for first, second in pairwise(merged):
         assert (first.source + first.nbytes, first.target + first.nbytes) != (second.source, second.target)
+
+
+def test_foreign_load_is_what_the_machine_did_beyond_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"busy": 100.0, "own": 10.0, "now": 50.0}
+    monkeypatch.setattr(foreign_load, "busy_s", lambda: clock["busy"])
+    monkeypatch.setattr(foreign_load, "own_s", lambda: clock["own"])
+    monkeypatch.setattr("bench.foreign_load.time.monotonic", lambda: clock["now"])
+    load = foreign_load.ForeignLoad()
+    clock.update(busy=116.0, own=22.0, now=60.0)  # 16 s busy in 10 s, 12 of them ours
+    assert load.cores() == pytest.approx(0.4)
+
+
+def test_the_machines_busy_seconds_hold_our_own() -> None:
+    own, busy = foreign_load.own_s(), foreign_load.busy_s()
+    while foreign_load.own_s() - own < 0.1:
+        pass
+    assert foreign_load.busy_s() - busy >= 0.05  # in ticks of 10 ms
