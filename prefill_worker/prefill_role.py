@@ -510,7 +510,7 @@ class PrefillRole:
             transport=self._ports.links.transport(prefill.peer) if shipped else "",
             pulled_blocks=prefill.pulled.num_blocks,
             pulled_bytes=prefill.pulled.nbytes,
-            pull_ms=1_000 * prefill.pulled.duration_s,
+            pull_ms=1_000 * prefill.pulled.moving_s,
             kv_blocks=len(prefill.block_ids) - prefill.ticket.num_leading_blocks if shipped and prefill.ticket else 0,
         )
 

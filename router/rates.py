@@ -1,7 +1,7 @@
 """How fast one worker computes prompts and takes KV in, learned from what it reports. Pure: instants never come in.
 
 Computing: prompt tokens by busy second, where busy seconds are steps times their mean length (Load). Moving: bytes of a pull
-by the seconds it took beyond its fixed cost (SeqStats). A pull that was not made teaches nothing, so a rate that once was bad
+by the seconds in which they could move (SeqStats). A pull that was not made teaches nothing, so a rate that once was bad
 would stay so for ever: each pull forgone moves it a little towards the default, until one is tried again.
 """
 
@@ -42,10 +42,9 @@ class Rates:
 
     def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
         """Take a pull's outcome. One that brought nothing only says that the wire is no faster than that."""
-        moving_s = 1e-3 * stats.pull_ms - PULL_OVERHEAD_S
-        if moving_s <= 0:
+        if stats.pull_ms <= 0:
             return
-        sample = (stats.pulled_bytes or asked_bytes) / moving_s
+        sample = (stats.pulled_bytes or asked_bytes) / (1e-3 * stats.pull_ms)
         if stats.pulled_bytes or sample < self.kv_bytes_per_s:
             self.kv_bytes_per_s += WEIGHT * (sample - self.kv_bytes_per_s)
 

@@ -33,11 +33,11 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull has brought, and how long it took to; no blocks where it failed."""
+    """What a pull has brought; no blocks where it failed."""
 
     num_blocks: int = 0
     nbytes: int = 0
-    duration_s: float = 0.0
+    moving_s: float = 0.0  # in 3, so without the waits for either engine's steps; 0 = it never came that far
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ class _Pull:
     seq: int
     peer: str  # link key of the holder
     generation: int
-    started_s: float
     deadline_s: float
     state: State = State.MAKING_ROOM
     block_ids: tuple[int, ...] = ()  # set aside; from 3 on only those that are on their way
+    receiving_since_s: float | None = None
     wanted: bool = True  # the owner still waits for on_done
 
 
@@ -72,7 +72,7 @@ class BlockPuller:
         now_s = self._ports.now_s()
         self._last_generation += 1
         deadline_s = min(deadline_s, now_s + self._timeout_s)
-        self._open[request.seq] = _Pull(request.seq, source.peer, self._last_generation, now_s, deadline_s)
+        self._open[request.seq] = _Pull(request.seq, source.peer, self._last_generation, deadline_s)
         self._ports.engine.make_room(request, source.num_blocks)
 
     def cancel(self, seq: int) -> None:
@@ -128,7 +128,8 @@ class BlockPuller:
             self._give_up(pull)
 
     def _receive(self, pull: _Pull, num_blocks: int) -> None:
-        ttl_s = max(0.0, pull.deadline_s - self._ports.now_s())
+        pull.receiving_since_s = self._ports.now_s()
+        ttl_s = max(0.0, pull.deadline_s - pull.receiving_since_s)
         pull.state = State.RECEIVING
         pull.block_ids = pull.block_ids[:num_blocks]
         # This class watches the time; the plane's own limit is the backstop behind it.
@@ -195,7 +196,9 @@ class BlockPuller:
     def _tell_owner(self, pull: _Pull, num_blocks: int = 0, nbytes: int = 0) -> None:
         if pull.wanted:
             pull.wanted = False
-            self._on_done(pull.seq, Pulled(num_blocks, nbytes, self._ports.now_s() - pull.started_s))
+            now_s = self._ports.now_s()
+            moving_s = now_s - (now_s if pull.receiving_since_s is None else pull.receiving_since_s)
+            self._on_done(pull.seq, Pulled(num_blocks, nbytes, moving_s))
 
     def _at(self, peer: str, seq: int, generation: int) -> _Pull | None:
         pull = self._open.get(seq)

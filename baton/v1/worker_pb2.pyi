@@ -771,7 +771,7 @@ class SeqStats(_message.Message):
     """of the prompt, from a decode worker; counted in cached_tokens too"""
     pulled_bytes: _builtins.int
     pull_ms: _builtins.float
-    """asked for -> published, or given up"""
+    """blocks open to frames -> every byte verified, or given up; 0: never open"""
     def __init__(
         self,
         *,
