@@ -90,6 +90,7 @@ _LIMITS: Mapping[str, Limit] = {
     "engine.max_queued_seqs": _COUNT,
     "engine.speculation": Limit("the engine does not guess ahead yet", choices=("",)),
     "kv.transport": Limit("loopback is for tests in one process", choices=("ucx", "loopback")),
+    "kv.mode": Limit("whether peers may, or must, read blocks in place", choices=("auto", "staged", "direct")),
     "kv.frame_bytes": Limit("a frame holds its header and at least one block of one layer", 64 << 10, 1 << 30),
     "kv.num_slots": Limit("one is written while another is verified", 2, 1_024),
     "kv.lease_s": _SECONDS,
