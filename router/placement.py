@@ -126,16 +126,19 @@ def place(
 
 
 def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_tokens: int) -> Iterable[Choice]:
+    prefills = [
+        worker for worker in ready if worker.role is Role.PREFILL and worker.pool_tokens >= demand.prompt_tokens
+    ]
+    costs = [_own_tokens(prefill, demand, ready) for prefill in prefills]
     for decode in ready:
         if not can_decode(decode, demand):
             continue
         if decode.role is Role.BOTH or demand.prompt_tokens - decode.cached_tokens <= local_prefill_tokens:
             yield _score(decode, decode, demand, demand.prompt_tokens - decode.cached_tokens, proved=True)
-        for prefill in ready:
-            if prefill.role is Role.PREFILL and prefill.pool_tokens >= demand.prompt_tokens:
-                link = link_state(prefill, decode)
-                if link in ("ready", "connecting"):
-                    yield _score(prefill, decode, demand, _own_tokens(prefill, demand, ready), proved=link == "ready")
+        for prefill, own_tokens in zip(prefills, costs, strict=True):
+            link = link_state(prefill, decode)
+            if link in ("ready", "connecting"):
+                yield _score(prefill, decode, demand, own_tokens, proved=link == "ready")
 
 
 def _own_tokens(prefill: WorkerSnapshot, demand: Demand, ready: Sequence[WorkerSnapshot]) -> int:
