@@ -139,6 +139,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.transport and args.mode not in (None, *TRANSPORT_MODES[args.transport]):
+        print(f"baton bench overlap: --mode {args.mode} is not to be had over {args.transport}", file=sys.stderr)
+        return 2
     try:
         with Progress() as progress:
             results = list(measure(args, progress))
