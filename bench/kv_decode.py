@@ -1,4 +1,4 @@
-"""Steps that load a machine as decoding a small batch does: one thread reads a model's worth of weights for a few vectors."""
+"""Steps that load a machine as decoding does at batch 1: one thread reads a model's worth of weights for one vector."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 
 import torch
 
-WEIGHT_MIB = 256  # per step; far above any cache, about 20 ms at one core's 14 GB/s (DESIGN section 7)
-BATCH = 4  # rows; below ten the reads of the weights are what takes the time
+WEIGHT_MIB = 256  # per step; far above any cache. 14 ms of one core, 19 GB/s: memory-bound; a batch of 4 takes 50 ms and is not
 COLUMNS = 4_096
 
 
@@ -17,8 +16,8 @@ class DecodeLoad:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._weights = torch.ones(WEIGHT_MIB << 20 >> 2).view(-1, COLUMNS)  # [rows, COLUMNS], float32
-        self._inputs = torch.ones(COLUMNS, BATCH)
-        self._outputs = torch.empty(self._weights.shape[0], BATCH)
+        self._input = torch.ones(COLUMNS)
+        self._output = torch.empty(self._weights.shape[0])
 
     @torch.inference_mode()
     def run(self, duration_s: float) -> tuple[float, ...]:
@@ -27,7 +26,7 @@ class DecodeLoad:
         ends_s = time.perf_counter() + duration_s
         while True:
             started_s = time.perf_counter()
-            torch.mm(self._weights, self._inputs, out=self._outputs)
+            torch.mv(self._weights, self._input, out=self._output)
             ended_s = time.perf_counter()
             step_s.append(ended_s - started_s)
             if ended_s >= ends_s:
