@@ -6,7 +6,7 @@
     publish    what came in whole is findable from now on, under the hashes it was asked for; all else is given back
 
 Everything held here counts as reserved and is held until unpin or publish: the KV plane may be at it. A worker that computes
-is never starved by one that asks: `make_room` takes only what nobody waits for. Answers come out of the engine's next step.
+is never starved by one that asks: neither takes a block that somebody waits for. Answers come out of the engine's next step.
 Runs on the engine thread.
 """
 
@@ -32,13 +32,11 @@ class _Held:
 
 
 class BlockExchange:
-    def __init__(
-        self, pool: BlockPool, cache: PrefixCache, has_room: Callable[[int], bool], *, block_size: int
-    ) -> None:
-        """`has_room` says whether that many blocks can be spared (the scheduler's)."""
+    def __init__(self, pool: BlockPool, cache: PrefixCache, num_spare: Callable[[], int], *, block_size: int) -> None:
+        """`num_spare` says how many blocks nobody waits for (the scheduler's)."""
         self._pool = pool
         self._cache = cache
-        self._has_room = has_room
+        self._num_spare = num_spare
         self._block_size = block_size
         self._pins: dict[int, list[int]] = {}  # by seq
         self._rooms: dict[int, _Held] = {}  # by seq
@@ -46,10 +44,10 @@ class BlockExchange:
         self._made: dict[int, Room] = {}
 
     def pin(self, seq: int, hashes: Sequence[BlockHash]) -> None:
-        """Hold the leading ones of these blocks that are published; a seq that has a pin keeps it."""
+        """Hold the leading ones of these blocks that are published and can be spared; a seq that has a pin keeps it."""
         if seq in self._pins:
             return
-        blocks = self._cache.find(hashes)
+        blocks = self._sparable(self._cache.find(hashes))
         self._pool.acquire(blocks, Hold.RESERVED)
         self._pins[seq] = blocks
         self._pinned[seq] = Pinned(seq, tuple(blocks))
@@ -95,12 +93,22 @@ class BlockExchange:
             block for held in rooms for block in held.hits + held.blocks
         }
 
+    def _sparable(self, blocks: list[int]) -> list[int]:
+        """The leading ones up to the first that is wanted back; those that are in use anyway cost nothing."""
+        num_spare = self._num_spare()
+        for index, block in enumerate(blocks):
+            if self._pool.num_unheld((block,)):
+                num_spare -= 1
+                if num_spare < 0:
+                    return blocks[:index]
+        return blocks
+
     def _take(self, request: Request, num_blocks: int) -> _Held:
         num_blocks = min(num_blocks, max_prefix_hit_blocks(len(request.token_ids), self._block_size))
         hashes = self._cache.hashes_of(request, num_blocks)
         hits = self._cache.find(hashes)
         lacking = hashes[len(hits) :]
-        if not lacking or not self._has_room(len(lacking) + self._pool.num_unheld(hits)):
+        if not lacking or len(lacking) + self._pool.num_unheld(hits) > self._num_spare():
             return _Held([], [], [])
         self._pool.acquire(hits, Hold.RESERVED)
         return _Held(hits, self._pool.allocate(len(lacking), Hold.RESERVED), lacking)

@@ -66,7 +66,7 @@ class LocalEngine:
         )
         stops = StopRules(frozenset(eos_token_ids), self.max_len)
         self._scheduler = Scheduler(config, self._pool, self._cache, stops, block_size=layout.block_size)
-        self._exchange = BlockExchange(self._pool, self._cache, self._scheduler.has_room, block_size=layout.block_size)
+        self._exchange = BlockExchange(self._pool, self._cache, self._scheduler.num_spare, block_size=layout.block_size)
         self._ended: list[SequenceEnded] = []  # by commands, since the last step
         self._num_steps = 0
         self._step_ms = 0.0

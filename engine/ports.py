@@ -91,10 +91,10 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Blocks that another worker may read: the leading ones of those asked for. Held until `unpin`."""
+    """Blocks that another worker may read: the leading ones of those asked for that can be spared. Held until `unpin`."""
 
     seq: int
-    block_ids: tuple[int, ...]  # empty: not even the first is here
+    block_ids: tuple[int, ...]  # empty: not even the first is here, or to spare
 
 
 @dataclass(frozen=True, slots=True)

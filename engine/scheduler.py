@@ -146,10 +146,10 @@ class Scheduler:
         self._in_state[sequence.state].remove(sequence)
         self._release(sequence)
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks can be spared; what waits here and what decodes comes first."""
+    def num_spare(self) -> int:
+        """Blocks that nobody waits for: what is queued here and what decodes comes first. Negative where they are too few."""
         num_waiting = sum(self._num_blocks_for(sequence) for sequence in self._waiting + self._queued)
-        return self._pool.num_available - num_blocks >= num_waiting + self._watermark()
+        return self._pool.num_available - num_waiting - self._watermark()
 
     def has_work(self) -> bool:
         """Whether a step would compute or grant something."""

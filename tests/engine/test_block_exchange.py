@@ -82,6 +82,30 @@ def test_pinned_blocks_are_not_evicted_by_what_runs_meanwhile() -> None:
     rig.engine.unpin(9)
 
 
+def test_a_pin_leaves_a_running_sequence_the_block_that_it_needs_next() -> None:
+    """7 blocks: 4 are cached, 3 are those of a sequence that is about to need a fourth."""
+    rig = Rig(num_blocks=7)
+    hashes = block_hashes(ROOT, chat(rig), S)
+    rig.engine.add(make_request(2, 3 * S, S), 0.0)
+    rig.step()
+    rig.engine.pin(9, hashes)
+    assert rig.engine.load().reserved_blocks == 3
+    rig.run()
+    assert 2 in rig.ended
+    assert rig.engine.load().num_preemptions == 0
+    rig.engine.unpin(9)
+
+
+def test_blocks_that_are_in_use_are_lent_however_full_the_pool_is() -> None:
+    rig = Rig(num_blocks=5)
+    text = chat(rig)
+    rig.engine.add(make_request(2, [*text, 5], 4), 0.0)
+    rig.step()
+    rig.engine.pin(9, block_hashes(ROOT, text, S))
+    assert len(rig.step().pinned[0].block_ids) == 4
+    rig.engine.unpin(9)
+
+
 def test_a_prompt_that_does_not_fit_beside_a_pin_starts_when_it_goes() -> None:
     rig = Rig(num_blocks=8)
     rig.engine.pin(9, block_hashes(ROOT, chat(rig), S))
