@@ -6,7 +6,7 @@ Wire order inside a frame: [layer][component][block][S][K][head_bytes], little-e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}  # of one element
 SCALE_BYTES = 4  # float32; follows each fp8 head vector, so that a new token never rescales others
@@ -57,10 +57,3 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
-
-    def first_difference(self, other: KVLayout) -> str:
-        """The name of the first field that differs, "" if none does."""
-        for field in fields(self):
-            if getattr(self, field.name) != getattr(other, field.name):
-                return field.name
-        return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import BatonError, InvalidRequest, error_from_code
-from baton.kv_layout import DTYPE_BYTES, KVLayout
+from baton.kv_layout import KVLayout
 from baton.request import Request, SamplingParams
 from baton.v1 import kv_pb2, worker_pb2
 
@@ -105,24 +105,3 @@ def layout_to_pb(layout: KVLayout) -> kv_pb2.KvLayout:
         block_size=layout.block_size,
         dtype=layout.dtype,
     )
-
-
-def layout_from_pb(message: kv_pb2.KvLayout) -> KVLayout:
-    """Rebuild a layout.
-
-    Raises:
-        InvalidRequest: an unknown dtype or a zero dimension.
-    """
-    if message.dtype not in DTYPE_BYTES:
-        raise InvalidRequest(f"dtype is not one of {', '.join(DTYPE_BYTES)}", field="layout.dtype")
-    layout = KVLayout(
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        block_size=message.block_size,
-        num_components=message.num_components,
-    )
-    if layout.block_bytes == 0:
-        raise InvalidRequest("every dimension must be at least 1", field="layout")
-    return layout
