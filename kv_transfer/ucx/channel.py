@@ -27,8 +27,10 @@ from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived,
 from kv_transfer.frame import CREDIT_BYTES, HEADER_BYTES, pack_credit, unpack_credit
 from kv_transfer.liveness import ProcessIdentity
 from kv_transfer.ucx.exports import Exports, unpack_exports
-from kv_transfer.ucx.memory import PendingPut, RemoteRegion, Slots
+from kv_transfer.ucx.memory import RemoteRegion, Slots
 from kv_transfer.ucx.query import endpoint_transports
+from kv_transfer.ucx.requests import PendingRequest, tag_send
+from kv_transfer.ucx.ucp import OK, TRUNCATED
 
 if TYPE_CHECKING:
     from kv_transfer.ucx.transport import UcxTransport
@@ -37,7 +39,6 @@ GOODBYE_SLOT = (1 << 14) - 1  # the last that a tag has room for
 MAX_TAGGED_BYTES = (
     4096  # a frame up to this size goes as one message; of a longer one the payload is put, then its header sent
 )
-_OK, _TRUNCATED = 0, -9  # UCS_OK, UCS_ERR_MESSAGE_TRUNCATED in ucs/type/status.h
 
 
 class UcxChannel:
@@ -68,17 +69,17 @@ class UcxChannel:
         )  # for the probe; `attach` brings the real one
         self._peer_ring: RemoteRegion | None = None
         self._peer_pool: RemoteRegion | None = None
-        self._puts: dict[int, PendingPut] = {}  # by slot; the header follows
+        self._puts: dict[int, PendingRequest] = {}  # by slot; the header follows
         self._credits = np.zeros((num_slots, CREDIT_BYTES), dtype=np.uint8)
         self._ring = [Array(self.ring_slot(slot)) for slot in range(num_slots)]
         self._frame_receives: dict[int, Any] = {}  # by slot
         self._credit_receives: dict[int, Any] = {}  # by slot
-        self._sends: dict[int, Any] = {}  # by slot
-        self._credit_sends: list[tuple[Any, Array[Any]]] = []  # with the bytes that UCX reads
+        self._sends: dict[int, PendingRequest] = {}  # by slot
+        self._credit_sends: list[PendingRequest] = []  # and the goodbye
         self._closed = False
         self._failures: list[str] = []  # why the path is lost; the first one counts
         self._goodbye = Array(bytearray(1))
-        self._goodbye_receive = endpoint.tag_recv(self._goodbye, self._tag(1 - outgoing_lane, True, GOODBYE_SLOT))
+        self._goodbye_receive = self._receive(self._goodbye, self._tag(1 - outgoing_lane, True, GOODBYE_SLOT))
         endpoint.set_close_callback(self._failures.append, ("the peer closed or died",))  # no reference back to self
 
     def describe(self) -> str:
@@ -116,12 +117,11 @@ class UcxChannel:
         return PeerPool(told.pool.at(address), told.pool.num_blocks)
 
     def post_frame(self, slot: int) -> None:
-        tag = self._tag(1 - self._outgoing, False, slot)
-        self._frame_receives[slot] = self._endpoint.tag_recv(self._ring[slot], tag)
+        self._frame_receives[slot] = self._receive(self._ring[slot], self._tag(1 - self._outgoing, False, slot))
 
     def post_credit(self, slot: int) -> None:
-        tag = self._tag(self._outgoing, True, slot)
-        self._credit_receives[slot] = self._endpoint.tag_recv(Array(self._credits[slot]), tag)
+        credit = Array(self._credits[slot])
+        self._credit_receives[slot] = self._receive(credit, self._tag(self._outgoing, True, slot))
 
     def send_frame(self, slot: int, nbytes: int) -> None:
         if self._peer_ring is None or nbytes <= MAX_TAGGED_BYTES:
@@ -133,13 +133,17 @@ class UcxChannel:
             self._puts[slot] = self._peer_ring.put(payload, slot * self.frame_bytes + HEADER_BYTES)
 
     def _send_tagged(self, slot: int, nbytes: int) -> None:
-        tag = self._tag(self._outgoing, False, slot)
-        self._sends[slot] = self._endpoint.tag_send(Array(self.send_slot(slot)[:nbytes]), tag)
+        self._sends[slot] = self._send(self.send_slot(slot)[:nbytes], self._tag(self._outgoing, False, slot))
 
     def send_credit(self, credit: Credit) -> None:
-        data = Array(bytearray(pack_credit(credit.turn, credit.accepted, credit.can_pull)))
-        tag = self._tag(1 - self._outgoing, True, credit.slot)
-        self._credit_sends.append((self._endpoint.tag_send(data, tag), data))
+        data = memoryview(bytearray(pack_credit(credit.turn, credit.accepted, credit.can_pull)))
+        self._credit_sends.append(self._send(data, self._tag(1 - self._outgoing, True, credit.slot)))
+
+    def _send(self, data: memoryview, tag: int) -> PendingRequest:
+        return tag_send(self._endpoint.handle, data, tag)
+
+    def _receive(self, into: Array[Any], tag: int) -> Any:
+        return self._endpoint.tag_recv(into, libucxx.UCXXTag(tag))
 
     def poll(self) -> list[ChannelEvent]:
         events: list[ChannelEvent] = []
@@ -151,22 +155,14 @@ class UcxChannel:
                 events.append(Credit(slot, *answer))
         for slot in _take_completed(self._sends, self._failures):
             events.append(SendDone(slot))
-        self._follow_puts()
-        self._credit_sends = [entry for entry in self._credit_sends if not entry[0].completed]
+        for slot in _take_completed(self._puts, self._failures):
+            self._send_tagged(slot, HEADER_BYTES)
+        self._credit_sends = [request for request in self._credit_sends if not request.completed]
         if self._goodbye_receive.completed:
             self._failures.append("the peer closed the pair")
         if self._failures or not self._endpoint.alive:
             events.append(ChannelLost([*self._failures, "the UCX endpoint failed"][0]))
         return events
-
-    def _follow_puts(self) -> None:
-        """Send the header of each frame whose payload has arrived."""
-        for slot in [slot for slot, put in self._puts.items() if not put.in_progress]:
-            status = self._puts.pop(slot).status()
-            if status == _OK:
-                self._send_tagged(slot, HEADER_BYTES)
-            else:
-                self._failures.append(f"a UCX put failed with status {status}")
 
     def check_peer(self) -> None:
         if self._process is not None and not self._process.is_running():
@@ -176,8 +172,9 @@ class UcxChannel:
         """Say goodbye, cancel every request and force the endpoint shut; a dead peer does not delay it."""
         self._closed = True
         if self._endpoint.alive and not self._failures:
-            tag = self._tag(self._outgoing, True, GOODBYE_SLOT)
-            self._transport.flush(self._endpoint.tag_send(Array(bytearray(1)), tag))
+            goodbye = self._send(memoryview(bytearray(1)), self._tag(self._outgoing, True, GOODBYE_SLOT))
+            self._credit_sends.append(goodbye)
+            self._transport.flush(goodbye)
         self._endpoint.remove_close_callback()
         self._endpoint.close_blocking()
         self._transport.retire(self)
@@ -187,16 +184,16 @@ class UcxChannel:
         """Slots of a closed channel that UCX may still read or write; 0 before close."""
         if not self._closed:
             return 0
-        requests = [*self._frame_receives.values(), *self._sends.values()]
-        return sum(not request.completed for request in requests) + sum(put.in_progress for put in self._puts.values())
+        requests = [*self._frame_receives.values(), *self._sends.values(), *self._puts.values()]
+        return sum(not request.completed for request in requests)
 
     def release(self) -> bool:
         """Free the endpoint and the slots of a closed channel; False while UCX still uses any memory of it."""
-        requests = [*self._frame_receives.values(), *self._sends.values(), *self._credit_receives.values()]
-        requests += [self._goodbye_receive, *(request for request, _ in self._credit_sends)]
-        if not all(request.completed for request in requests) or any(put.in_progress for put in self._puts.values()):
+        by_slot = (self._frame_receives, self._credit_receives, self._sends, self._puts)
+        requests = [request for requests in by_slot for request in requests.values()]
+        if not all(request.completed for request in (*requests, *self._credit_sends, self._goodbye_receive)):
             return False
-        for requests_by_slot in (self._frame_receives, self._sends, self._credit_receives):
+        for requests_by_slot in by_slot:
             requests_by_slot.clear()
         self._credit_sends.clear()
         self._ring.clear()
@@ -209,17 +206,16 @@ class UcxChannel:
                 region.close()
         self._goodbye_receive = self._endpoint = self._peer_pool = self._peer_ring = None
         self._ring_slots = self._send_slots = None
-        self._puts.clear()
         return True
 
-    def incoming_tags(self) -> list[Any]:
+    def incoming_tags(self) -> list[int]:
         """Tags of all that the peer may send."""
         frames = [self._tag(1 - self._outgoing, False, slot) for slot in range(self.num_slots)]
         credits = [self._tag(self._outgoing, True, slot) for slot in range(self.num_slots)]
         return [*frames, *credits, self._tag(1 - self._outgoing, True, GOODBYE_SLOT)]
 
-    def _tag(self, direction: int, is_credit: bool, slot: int) -> Any:
-        return libucxx.UCXXTag(self._base | direction << 15 | is_credit << 14 | slot)
+    def _tag(self, direction: int, is_credit: bool, slot: int) -> int:
+        return self._base | direction << 15 | is_credit << 14 | slot
 
 
 def _take_completed(requests: dict[int, Any], failures: list[str]) -> list[int]:
@@ -228,7 +224,7 @@ def _take_completed(requests: dict[int, Any], failures: list[str]) -> list[int]:
     moved: list[int] = []
     for slot in done:
         status = int(requests.pop(slot).status)
-        if status in (_OK, _TRUNCATED):
+        if status in (OK, TRUNCATED):
             moved.append(slot)
         else:
             failures.append(f"a UCX request failed with status {status}")

@@ -30,6 +30,7 @@ from kv_transfer.ucx.channel import GOODBYE_SLOT, UcxChannel
 from kv_transfer.ucx.context import make_context, settings
 from kv_transfer.ucx.exports import PoolExport
 from kv_transfer.ucx.memory import Region, Slots, allocate
+from kv_transfer.ucx.requests import PendingRequest
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class UcxTransport:
         self._open: list[UcxChannel] = []
         self._closing: list[UcxChannel] = []
         self._closing_until_s = 0.0
-        self._retired: list[tuple[float, list[Any]]] = []  # tags of closed pairs, and until when they are swept
+        self._retired: list[tuple[float, list[int]]] = []  # tags of closed pairs, and until when they are swept
         self._swept: list[tuple[Any, Array[Any]]] = []  # requests and the bytes they write
         self._now_s = 0.0
         self._next_look_s = 0.0
@@ -152,7 +153,7 @@ class UcxTransport:
         self._slots.clear()
         del self._worker, self._context  # UCX is shut down by their destructors
 
-    def flush(self, request: Any) -> None:
+    def flush(self, request: PendingRequest) -> None:
         """Give a last message the chance to leave."""
         for _ in range(_GOODBYE_SPINS):
             if request.completed:
@@ -171,7 +172,7 @@ class UcxTransport:
         """Take messages to closed pairs out of the unexpected queue."""
         self._retired = [(until_s, tags) for until_s, tags in self._retired if now_s < until_s]
         self._swept = [(request, data) for request, data in self._swept if not request.completed]
-        for tag in (tag for _, tags in self._retired for tag in tags):
+        for tag in (libucxx.UCXXTag(tag) for _, tags in self._retired for tag in tags):
             probe = self._worker.tag_probe(tag)
             if probe.matched and probe.length <= MAX_SWEPT_BYTES:
                 data = Array(bytearray(max(1, probe.length)))

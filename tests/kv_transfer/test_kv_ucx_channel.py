@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import psutil
 import pytest
+from ucxx._lib import libucxx
 
 from baton.config import KVTransferConfig
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
@@ -99,7 +102,7 @@ def test_messages_to_a_closed_pair_do_not_stay_in_the_unexpected_queue(ends: End
     ends.b.send_credit(Credit(0, 0, accepted=True))
     ends.a.post_credit(0)
     ends.events(ends.a, 1)
-    tags = ends.b.incoming_tags()
+    tags = [libucxx.UCXXTag(tag) for tag in ends.b.incoming_tags()]
     for slot in range(NUM_SLOTS):
         ends.a.send_frame(slot, FRAME_BYTES)
         ends.a.send_credit(Credit(slot, 0, accepted=True))
@@ -121,3 +124,25 @@ def test_a_wake_before_the_wait_ends_it_at_once(ends: Ends) -> None:
         started_s = time.monotonic()
         ends.transport_a.wait(PATIENCE_S)
         assert time.monotonic() - started_s < PATIENCE_S / 2
+
+
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections(kind="inet")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def test_a_pair_that_is_lost_before_its_endpoints_are_wired_leaves_nothing_that_keeps_ucx_alive() -> None:
+    before = listening_ports()
+    for nonce in range(4):  # whether a connection is made in time is left to the system
+        config = KVTransferConfig(ucx_tls="tcp")
+        here, there = UcxTransport(config), UcxTransport(config)
+        channel = here.open_channel(there.address, nonce, 0, FRAME_BYTES, NUM_SLOTS)
+        channel.send_credit(Credit(0, 0, accepted=True))
+        channel.close()
+        while here._closing:
+            here.progress(0.0)
+        for transport in (here, there):
+            transport.close()
+        del here, there, channel, transport
+        gc.collect()
+    assert listening_ports() <= before
