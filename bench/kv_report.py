@@ -1,19 +1,23 @@
-"""What `baton bench kv` shows: progress while it runs, then tables for people and JSON for scripts. Nothing is measured here."""
+"""What `baton bench kv` shows: progress while it runs, then tables for people and JSON for scripts. Nothing is measured here.
+
+rich is loaded only where something is shown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Self
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Self
 
 from bench.kv_limits import Limit
 from bench.kv_plan import TRANSPORT_TLS, Case, Figures, Spread
 from bench.peers.runs import PeerRow
 from bench.report import this_machine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 PIPE_WIDTH = 160  # columns where nobody says how wide the reader is
 
@@ -22,6 +26,8 @@ class Progress:
     """One line on stderr: alive on a terminal, a new one for each step elsewhere."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("starting") if self._console.is_terminal else None
 
@@ -68,9 +74,7 @@ class Report:
 
 
 def print_report(report: Report) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = report_console()
     console.print(f"{this_machine()}", markup=False, soft_wrap=True)
     console.print(limits_table(report.limits))
     console.print(rows_table(report.rows))
@@ -114,8 +118,18 @@ def peers_table(peers: Sequence[PeerRow]) -> Table:
     return table
 
 
+def report_console() -> Console:
+    """Standard output, with room for tables where it is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
 def new_table(title: str, *columns: str) -> Table:
     """A column that begins with ">" holds numbers."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")

@@ -18,13 +18,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from bench.child import ChildError
 from bench.kv import INTERRUPTED
 from bench.kv_pair import KVPair, Table
 from bench.kv_plan import LAYOUTS, TRANSPORT_MODES, TRANSPORT_TLS, Case, Spread, block_tables, pool_blocks, spread
-from bench.kv_report import PIPE_WIDTH, Progress, new_table
+from bench.kv_report import Progress, new_table, report_console
 from bench.report import dump, this_machine
 from bench.serve_cli import positive_float, positive_int
 
@@ -177,9 +175,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> Iterator[Result]:
 
 
 def print_results(results: list[Result], chunk_ms: float) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = report_console()
     columns = (
         "transport",
         "mode",
