@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 from functools import partial
 
 import grpc
@@ -16,7 +17,7 @@ from baton.errors import ConfigError
 from baton.request import SamplingParams
 from baton.v1 import worker_pb2
 from engine.scripted_runner import answer
-from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config, worker_threads
+from tests.worker.scripted_worker import PATIENCE_S, ScriptedWorker, running, until, worker_config, worker_threads
 from tests.worker.session_client import SessionClient, request
 
 EPOCH = 0xABC
@@ -161,7 +162,7 @@ async def test_a_thousand_cancels_at_random_moments_leave_every_gauge_at_zero_an
     ):
         prefill.submit(request(seq(5_000), prompt(33), 2, ignore_eos=True), d.peer)
         await decode.until(lambda: seq(5_000) in decode.ended)
-        tasks = [len(await all_tasks(worker)) for worker in (p, d)]
+        tasks = [await all_tasks(worker) for worker in (p, d)]
         threads, num_fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
 
         async def call(n: int) -> None:
@@ -180,7 +181,11 @@ async def test_a_thousand_cancels_at_random_moments_leave_every_gauge_at_zero_an
         await until(lambda: all(seq(n) in prefill.ended or n % 7 == 0 for n in range(1_000)))
         assert p.runner.faults == d.runner.faults == []
         await until(lambda: all(not role.num_open() for w in (p, d) for role in w.server._host._roles))
-        assert [len(await all_tasks(worker)) for worker in (p, d)] == tasks
+        give_up_s = time.monotonic() + PATIENCE_S
+        for worker, before in zip((p, d), tasks, strict=True):
+            while len(more := await all_tasks(worker)) > len(before):  # a write of gRPC's may be under way
+                assert time.monotonic() < give_up_s, more - before
+                await asyncio.sleep(0.05)
         assert threading.active_count() <= threads
         assert len(os.listdir("/proc/self/fd")) <= num_fds
         prefill.submit(request(seq(6_000), prompt(33), 5, ignore_eos=True), d.peer)
