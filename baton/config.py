@@ -54,7 +54,7 @@ class KVTransferConfig:
     ucx_net_devices: str = "lo"
     ucx: Mapping[str, str] = field(default_factory=dict)  # more options of UCX, by name without UCX_
     require_rdma: bool = False  # refuse to start, and refuse pairs, where KV would go another way
-    frame_bytes: int = 4 << 20  # one slot: header and payload
+    frame_bytes: int = (4 << 20) + 64  # one slot: a header, and a payload that holds a whole number of usual blocks
     num_slots: int = 8  # per pair and direction
     lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
     transfer_timeout_s: float = 10.0  # prefill end -> Ack

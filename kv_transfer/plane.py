@@ -9,6 +9,7 @@ The thread never spins for long: after SPINS polls that moved nothing it sleeps 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -170,7 +171,11 @@ class KVPlane:
         spins = 0
         while not self._stopping.is_set():
             try:
-                spins = 0 if self._turn() else spins + 1
+                if self._turn():
+                    spins = 0
+                    continue
+                spins += 1
+                os.sched_yield()  # the other end may wait for this very core
                 if spins >= SPINS:
                     self._transport.wait(IDLE_WAIT_S)
                     spins = 0
