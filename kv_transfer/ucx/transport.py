@@ -2,7 +2,8 @@
 
 Order of calls, and why (measured with ucxx 0.52 / UCX 1.21, DESIGN section 6):
 - endpoints have error handling, and POSIX/SYSV_ERROR_HANDLING is on, else UCX drops shared memory without a word;
-- `progress_once` moves bytes but delivers no cancellation: while a channel is closing, `progress` is called instead.
+- `progress_once` moves bytes but delivers no cancellation: while a channel is closing, `progress` is called instead;
+- nothing moves in `wait`: what arrived there would be looked at only after the sleep.
 
 Everything runs on the KV thread but `wake`, and `allocate`, which comes before that starts.
 """
@@ -131,8 +132,7 @@ class UcxTransport:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        self._worker.progress()  # delivers the cancellations that follow a peer's death
-        if self._worker.arm():
+        if self._worker.arm():  # not where something came since the last progress
             self._epoll.poll(timeout_s)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)

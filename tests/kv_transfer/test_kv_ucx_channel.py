@@ -146,3 +146,17 @@ def test_a_pair_that_is_lost_before_its_endpoints_are_wired_leaves_nothing_that_
         del here, there, channel, transport
         gc.collect()
     assert listening_ports() <= before
+
+
+def test_what_comes_between_the_last_poll_and_a_wait_is_not_taken_by_the_wait(ends: Ends) -> None:
+    for slot in range(2):
+        ends.a.post_credit(slot)
+    ends.b.send_credit(Credit(0, 0, accepted=True))  # so that both ends are wired up
+    assert ends.events(ends.a, 1) == [Credit(0, 0, accepted=True)]
+    ends.b.send_credit(Credit(1, 0, accepted=True))
+    while not ends.b.poll() and ends.b._credit_sends:
+        ends.transport_b.progress(ends.now_s)
+    ends.transport_a.wait(0.0)
+    assert not ends.a.poll(), "whoever waits polls only after progress() said that something happened"
+    ends.run_until(lambda: ends.transport_a.progress(ends.now_s))
+    assert ends.a.poll() == [Credit(1, 0, accepted=True)]
