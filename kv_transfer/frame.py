@@ -32,6 +32,7 @@ PLACE_BYTES = 4  # of one block in the payload of a PULL frame
 _CREDIT_MAGIC = 0x31435642  # "BVC1" read as bytes
 _CREDIT = struct.Struct("<IIHHI")
 CREDIT_BYTES = _CREDIT.size
+_TURNS = 1 << 32  # of a lane: u32
 assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 
@@ -73,10 +74,11 @@ def read_header(slot: memoryview) -> FrameHeader | None:
     """The header in front of `slot`, or None where it is not one: cut, foreign, of another version or damaged."""
     if len(slot) < HEADER_BYTES:
         return None
-    magic, version, kind, flags, *rest = _FIELDS.unpack_from(slot)
+    data = memoryview(bytes(slot[:HEADER_BYTES]))  # once: the peer can write the slot all the time
+    magic, version, kind, flags, *rest = _FIELDS.unpack_from(data)
     if magic != MAGIC or version != VERSION or flags != 0 or kind not in Kind._value2member_map_:
         return None
-    if _CRC.unpack_from(slot, _FIELDS.size)[0] != crc32c(slot[: _FIELDS.size]):
+    if _CRC.unpack_from(data, _FIELDS.size)[0] != crc32c(data[: _FIELDS.size]):
         return None
     header = FrameHeader(Kind(kind), *rest)
     return header if HEADER_BYTES + header.nbytes <= len(slot) else None
@@ -85,6 +87,15 @@ def read_header(slot: memoryview) -> FrameHeader | None:
 def erase_header(slot: memoryview) -> None:
     """Make what `slot` holds unreadable, so that a message which wrote nothing is not taken for the one before it."""
     slot[:HEADER_BYTES] = bytes(HEADER_BYTES)
+
+
+def next_turn(turn: int) -> int:
+    return (turn + 1) % _TURNS
+
+
+def is_older(turn: int, than: int) -> bool:
+    """Whether `turn` comes before `than`, where turns wrap (serial number arithmetic, RFC 1982)."""
+    return (turn - than) % _TURNS >= _TURNS // 2
 
 
 def pack_credit(turn: int, accepted: bool, can_pull: bool) -> bytes:

@@ -97,8 +97,8 @@ class Pair:
         self.receiver = Receiver(wire.receive, emit, epoch, channel.num_slots, config.max_resends)
         self._emit = emit
         self._direct_required = config.mode == "direct"
-        may_be_read = config.mode != "staged" and wire.send is store and store.memory is not None
-        self._exports = channel.exports(store if may_be_read else None)
+        self._offers_pool = config.mode != "staged" and wire.send is store and store.memory is not None
+        self._exports = channel.exports(store if self._offers_pool else None)
         self._probe_deadline_s = now_s + config.hello_timeout_s
         self._silence_limit_s = config.transfer_timeout_s
         self._probe_slot: int | None = None  # the lane our probe went out on
@@ -183,13 +183,14 @@ class Pair:
         if not self.sender.on_credit(credit, now_s):
             self.channel.post_credit(credit.slot)  # a copy took the place of the real one
             return
-        if credit.slot == self._probe_slot and credit.turn > 0 and not self._probe_accepted:
+        if credit.slot == self._probe_slot and not self._probe_accepted:
             self._probe_accepted = credit.accepted
-            self.sender.can_pull = credit.can_pull
+            self.sender.can_pull = credit.can_pull and self._offers_pool
             if not credit.accepted:
                 self.lose("the peer refused our probe frame: it is of another epoch or damaged", now_s)
-            elif self._direct_required and not credit.can_pull:
-                self.lose("kv.mode is direct, and the peer cannot map our block pool: set kv.mode to auto", now_s)
+            elif self._direct_required and not self.sender.can_pull:
+                what = "the peer cannot map our block pool" if self._offers_pool else "the two keep KV differently"
+                self.lose(f"kv.mode is direct, and {what}: set kv.mode to auto", now_s)
 
     def _judge_one(self, now_s: float) -> bool:
         if not self._arrivals:

@@ -29,7 +29,7 @@ from baton.kv_copy import copy_blocks, crc32c
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit, PeerPool
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
-from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, read_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, is_older, next_turn, read_header
 
 EXPIRED = "expired"
 DAMAGED = "damaged"
@@ -71,7 +71,7 @@ class Receiver:
         self._emit = emit
         self._epoch = epoch
         self._max_resends = max_resends
-        self._turns = [0] * num_slots  # frames taken from each lane
+        self._turns = [0] * num_slots  # frames taken from each lane; wraps
         self._tickets: dict[int, _Ticket] = {}
         self.peer_pool: PeerPool | None = None  # where frames of direct mode point
         self.probe: bytes | None = None  # the payload of the peer's probe frame, once it came
@@ -134,12 +134,12 @@ class Receiver:
     def on_frame(self, slot: int, frame: memoryview, now_s: float) -> Credit | None:
         """Judge what arrived in a ring slot. The caller posts the slot again, then sends the credit, if there is one."""
         header = read_header(frame)
-        if header is not None and header.turn < self._turns[slot]:
+        if header is not None and is_older(header.turn, self._turns[slot]):
             self.frames_dropped += 1
             return None
         accepted = header is not None and self._take(header, frame, now_s)
         self.frames_dropped += not accepted
-        self._turns[slot] = (self._turns[slot] if header is None else header.turn) + 1
+        self._turns[slot] = next_turn(self._turns[slot] if header is None else header.turn)
         return Credit(slot, self._turns[slot], accepted)
 
     def poll(self, now_s: float) -> None:
@@ -157,9 +157,7 @@ class Receiver:
             return False
         payload = frame[HEADER_BYTES : HEADER_BYTES + header.nbytes]
         if header.kind is Kind.PROBE:
-            whole = crc32c(payload) == header.payload_crc
-            self.probe = bytes(payload) if whole else None
-            return whole
+            return self._take_probe(bytes(payload), header.payload_crc)
         ticket = self._tickets.get(header.seq)
         if ticket is None or ticket.generation != header.generation or not self._in_range(header, ticket):
             return False
@@ -178,6 +176,13 @@ class Receiver:
             ticket.layers_written[block] |= mask
         self._count(ticket, header)
         self._settle(ticket, now_s)
+        return True
+
+    def _take_probe(self, payload: bytes, crc: int) -> bool:
+        """Keep the peer's one probe; another is refused, as its memory is attached once."""
+        if self.probe is not None or crc32c(memoryview(payload)) != crc:
+            return False
+        self.probe = payload
         return True
 
     def _in_range(self, header: FrameHeader, ticket: _Ticket) -> bool:

@@ -32,7 +32,7 @@ from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
-from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, write_header
+from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, is_older, next_turn, write_header
 from kv_transfer.transfer_plan import FramePlan, plan_frames
 
 PULL_BYTES = 8 << 20  # KV of one frame in direct mode. Measured: docs/kv_transfer.md
@@ -58,10 +58,10 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Lane:
-    turn: int = 0  # frames sent in it
+    turn: int = 0  # frames sent in it; wraps
     has_credit: bool = False
     sending: bool = False
-    sent_s: float = 0.0
+    unanswered_s: float | None = None  # when the frame was sent that no credit came for yet
 
 
 class Sender:
@@ -98,7 +98,7 @@ class Sender:
 
     @property
     def slots_in_use(self) -> int:
-        return sum(lane.sending or (lane.turn > 0 and not lane.has_credit) for lane in self._lanes)
+        return sum(lane.sending or lane.unanswered_s is not None for lane in self._lanes)
 
     def open(
         self,
@@ -167,10 +167,11 @@ class Sender:
     def on_credit(self, credit: Credit, now_s: float) -> bool:
         """Take a lane back; False for a credit older than the lane's last frame, which is a copy and means nothing."""
         lane = self._lanes[credit.slot]
-        if credit.turn < lane.turn:
+        if is_older(credit.turn, lane.turn):
             return False
         lane.turn = credit.turn
         lane.has_credit = True
+        lane.unanswered_s = None
         for transfer in self._transfers.values():
             if transfer.num_queued:
                 self._renew(transfer, now_s)
@@ -185,7 +186,7 @@ class Sender:
             if lane.has_credit and not lane.sending:
                 lane.has_credit = False
                 lane.sending = True
-                lane.sent_s = now_s
+                lane.unanswered_s = now_s
                 return slot
         return None
 
@@ -226,8 +227,7 @@ class Sender:
 
     def stuck_since_s(self) -> float | None:
         """When the oldest frame without a credit was sent, None if there is none."""
-        waiting = [lane.sent_s for lane in self._lanes if lane.turn > 0 and not lane.has_credit]
-        return min(waiting, default=None)
+        return min((lane.unanswered_s for lane in self._lanes if lane.unanswered_s is not None), default=None)
 
     def _plan(self, block_start: int, block_stop: int, first_index: int) -> list[FramePlan]:
         frame_bytes = self._frame_bytes
@@ -264,7 +264,7 @@ class Sender:
             plan.num_layers, nbytes, lane.turn, crc,
         )  # fmt: skip
         write_header(memory, header)
-        lane.turn += 1
+        lane.turn = next_turn(lane.turn)
 
     def _enqueue(self, transfer: _Transfer, frames: Sequence[FramePlan]) -> None:
         self._queue.extend((transfer, plan) for plan in frames)

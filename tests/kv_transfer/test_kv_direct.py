@@ -86,6 +86,17 @@ def test_a_pair_that_keeps_kv_differently_is_staged() -> None:
     assert cores.store_b.blocks([20]) == view.blocks([1])
 
 
+def test_who_must_have_direct_mode_gives_up_a_peer_that_keeps_kv_differently_and_says_so() -> None:
+    cores = TwoCores(mode="direct")
+    slots, size = cores.config.num_slots, cores.config.frame_bytes
+    view = WireView(send=ByteStore(seed=3), receive=cores.store_a)
+    cores.a.connect("b", cores.EPOCH_B, b"b", 7, size, slots, view)
+    cores.b.connect("a", cores.EPOCH_A, b"a", 7, size, slots)
+    cores.settle()
+    lost = [event.reason for event in cores.events_a if isinstance(event, PairLost)]
+    assert lost == ["kv.mode is direct, and the two keep KV differently: set kv.mode to auto"]
+
+
 class Bench:
     """A receiver with one open ticket and a mapped pool, fed by hand."""
 
