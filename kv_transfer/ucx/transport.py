@@ -22,7 +22,7 @@ from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from baton.config import KVTransferConfig
-from baton.errors import TransferFailed
+from baton.errors import ConfigError, TransferFailed
 from kv_transfer.block_store import BlockStore
 from kv_transfer.events import TransportSettings
 from kv_transfer.liveness import own_identity
@@ -82,9 +82,17 @@ class UcxTransport:
         """Memory for a ring or for send slots, from a closed channel where there is one.
 
         It never serves anything else: what a peer of a closed pair still writes lands in frames, where a checksum fails.
+
+        Raises:
+            TransferFailed: there is not enough; the pair is lost, others keep theirs.
         """
         free = self._slots.get(nbytes)
-        return free.popleft() if free else allocate(self._context, nbytes)
+        if free:
+            return free.popleft()
+        try:
+            return allocate(self._context, nbytes)
+        except ConfigError as error:
+            raise TransferFailed(f"no memory for frames: {error.message}") from error
 
     def give_back(self, slots: Slots) -> None:
         self._slots.setdefault(len(slots[0]), deque()).append(slots)

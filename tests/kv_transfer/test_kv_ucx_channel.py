@@ -12,8 +12,11 @@ import pytest
 from ucxx._lib import libucxx
 
 from baton.config import KVTransferConfig
+from baton.errors import ConfigError, TransferFailed
 from kv_transfer.channel import ChannelEvent, ChannelLost, Credit, FrameArrived, SendDone
+from kv_transfer.ucx import transport
 from kv_transfer.ucx.channel import UcxChannel
+from kv_transfer.ucx.memory import Region
 from kv_transfer.ucx.transport import LIVENESS_PERIOD_S, SWEEP_S, UcxTransport
 
 PATIENCE_S = 30.0
@@ -53,12 +56,12 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     a = transport_a.open_channel(transport_b.address, 7, 0, FRAME_BYTES, NUM_SLOTS)
     b = transport_b.open_channel(transport_a.address, 7, 1, FRAME_BYTES, NUM_SLOTS)
     yield Ends(transport_a, transport_b, a, b)
-    for transport in (transport_a, transport_b):
-        for channel in list(transport._open):
+    for end in (transport_a, transport_b):
+        for channel in list(end._open):
             channel.close()
-        while transport._closing:
-            transport.progress(0.0)
-        transport.close()
+        while end._closing:
+            end.progress(0.0)
+        end.close()
 
 
 def test_a_frame_and_its_credit_cross_on_the_lane_they_were_sent_on(ends: Ends) -> None:
@@ -141,9 +144,9 @@ def test_a_pair_that_is_lost_before_its_endpoints_are_wired_leaves_nothing_that_
         channel.close()
         while here._closing:
             here.progress(0.0)
-        for transport in (here, there):
-            transport.close()
-        del here, there, channel, transport
+        here.close()
+        there.close()
+        del here, there, channel
         gc.collect()
     assert listening_ports() <= before
 
@@ -160,3 +163,18 @@ def test_what_comes_between_the_last_poll_and_a_wait_is_not_taken_by_the_wait(en
     assert not ends.a.poll(), "whoever waits polls only after progress() said that something happened"
     ends.run_until(lambda: ends.transport_a.progress(ends.now_s))
     assert ends.a.poll() == [Credit(1, 0, accepted=True)]
+
+
+def test_a_ring_or_send_slots_without_memory_cost_their_pair_only(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(context: object, nbytes: int) -> tuple[memoryview, Region]:
+        raise ConfigError("UCX cannot allocate", field="engine.kv_memory_bytes")
+
+    exports = ends.b.exports(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "allocate", refuse)
+        with pytest.raises(TransferFailed, match="no memory for frames: UCX cannot allocate"):
+            ends.transport_a.open_channel(ends.transport_b.address, 9, 0, FRAME_BYTES, NUM_SLOTS)
+        if "tcp" in ends.a.describe():  # elsewhere frames are made in the peer's ring
+            with pytest.raises(TransferFailed, match="no memory for frames: UCX cannot allocate"):
+                ends.a.attach(exports)
+    assert ends.transport_a._open == [ends.a]
