@@ -24,6 +24,7 @@ from kv_transfer.events import TransportSettings
 from kv_transfer.frame import pack_credit, unpack_credit
 
 _GOODBYE_SLOT = -1  # the credit lane that tells the peer of close()
+MAX_CLOSED_NONCES = 1024  # messages of older pairs have arrived long ago
 MAX_UNEXPECTED = 64  # messages kept for receives not posted yet, per lane; only copies ever get there
 
 
@@ -67,9 +68,7 @@ class LoopbackNetwork:
         self._lock = threading.Lock()
         self._inboxes: dict[bytes, list[_Message]] = {}
         self._transports: dict[bytes, LoopbackTransport] = {}
-        self.exported: dict[
-            int, BlockStore
-        ] = {}  # kept as long as the network: a peer may outlive the pool that it reads
+        self.exported: dict[tuple[bytes, int], BlockStore] = {}  # by address and nonce, while that channel is open
 
     def transport(self, name: str) -> LoopbackTransport:
         transport = LoopbackTransport(self, name.encode())
@@ -136,19 +135,18 @@ class LoopbackTransport:
         self._network = network
         self._channels: dict[int, LoopbackChannel] = {}  # by nonce
         self._early: dict[int, list[_Message]] = {}  # of pairs that this end has not opened yet
-        self._closed_nonces: set[int] = set()
+        self._closed_nonces: dict[int, None] = {}  # the latest, oldest first
         self._wake = threading.Event()
         self.now_s = 0.0
 
     def allocate(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
 
-    def export(self, store: BlockStore) -> bytes:
-        self._network.exported[id(store)] = store
-        return id(store).to_bytes(8, "little")
+    def export(self, nonce: int, store: BlockStore) -> None:
+        self._network.exported[self.address, nonce] = store
 
-    def exported(self, data: bytes) -> BlockStore | None:
-        return self._network.exported.get(int.from_bytes(data, "little"))
+    def exported(self, peer_address: bytes, nonce: int) -> BlockStore | None:
+        return self._network.exported.get((peer_address, nonce))
 
     def settings(self) -> TransportSettings:
         return TransportSettings("loopback", "", {})
@@ -157,7 +155,7 @@ class LoopbackTransport:
         self, peer_address: bytes, nonce: int, outgoing_lane: int, frame_bytes: int, num_slots: int
     ) -> LoopbackChannel:
         if nonce in self._channels or nonce in self._closed_nonces:
-            raise TransferFailed("the pair's nonce was used before")
+            raise TransferFailed("the peer has closed the pair, or its nonce was used before")
         channel = LoopbackChannel(self, peer_address, nonce, outgoing_lane, frame_bytes, num_slots)
         self._channels[nonce] = channel
         for message in self._early.pop(nonce, []):
@@ -171,6 +169,8 @@ class LoopbackTransport:
             nonce = message.lane.nonce
             if nonce in self._channels:
                 self._channels[nonce].deliver(message.lane, message.data)
+            elif message.lane.slot == _GOODBYE_SLOT:
+                self.forget(nonce)
             elif nonce not in self._closed_nonces:
                 self._early.setdefault(nonce, []).append(message)
         return bool(messages) or any(not self._network.is_up(c.peer_address) for c in self._channels.values())
@@ -195,8 +195,13 @@ class LoopbackTransport:
         return self._network.is_up(peer_address)
 
     def forget(self, nonce: int) -> None:
+        """End a pair, opened or not: what still comes for it is dropped."""
         self._channels.pop(nonce, None)
-        self._closed_nonces.add(nonce)
+        self._early.pop(nonce, None)
+        self._network.exported.pop((self.address, nonce), None)
+        self._closed_nonces[nonce] = None
+        if len(self._closed_nonces) > MAX_CLOSED_NONCES:
+            del self._closed_nonces[next(iter(self._closed_nonces))]
 
 
 class LoopbackChannel:
@@ -224,6 +229,7 @@ class LoopbackChannel:
         self._unexpected: dict[_Lane, deque[bytes]] = {}
         self._events: list[ChannelEvent] = []
         self._lost = False
+        self._peer_store: BlockStore | None = None  # kept, as a mapping would: the peer may end before we do
         self.post_credit(_GOODBYE_SLOT)
 
     def describe(self) -> str:
@@ -236,10 +242,13 @@ class LoopbackChannel:
         return memoryview(self._send_slots[slot])
 
     def exports(self, store: BlockStore | None) -> bytes:
-        return b"" if store is None else self._transport.export(store)
+        if store is None:
+            return b""
+        self._transport.export(self._nonce, store)
+        return b"pool"
 
     def attach(self, exports: bytes) -> PeerPool | None:
-        store = self._transport.exported(exports)
+        self._peer_store = store = self._transport.exported(self.peer_address, self._nonce) if exports else None
         return None if store is None or store.memory is None else PeerPool(store.memory, store.num_blocks)
 
     def post_frame(self, slot: int) -> None:
@@ -267,6 +276,7 @@ class LoopbackChannel:
     def close(self) -> None:
         self._transport.send(self.peer_address, _Lane(self._nonce, 1 - self._outgoing, True, _GOODBYE_SLOT), b"")
         self._transport.forget(self._nonce)
+        self._peer_store = None
 
     def deliver(self, lane: _Lane, data: bytes) -> None:
         """Match a message with its receive, or keep it until one is posted."""
