@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 LOOPBACK = "127.0.0.1"
+# One slot, and the slots of one pair, as configured and as a peer may ask for; far above any measured gain (docs/kv_transfer.md).
+MAX_FRAME_BYTES = 64 << 20
+MAX_NUM_SLOTS = 64
 KV_DTYPE_ALIASES = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3"}  # what other engines call it
 
 

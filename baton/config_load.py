@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
-from baton.config import KV_DTYPE_ALIASES, ClusterConfig
+from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig
 from baton.errors import ConfigError
 from baton.kv_layout import wire_dtype
 
@@ -91,8 +91,8 @@ _LIMITS: Mapping[str, Limit] = {
     "engine.speculation": Limit("the engine does not guess ahead yet", choices=("",)),
     "kv.transport": Limit("loopback is for tests in one process", choices=("ucx", "loopback")),
     "kv.mode": Limit("whether peers may, or must, read blocks in place", choices=("auto", "staged", "direct")),
-    "kv.frame_bytes": Limit("a frame holds its header and at least one block of one layer", 64 << 10, 1 << 30),
-    "kv.num_slots": Limit("one is written while another is verified", 2, 1_024),
+    "kv.frame_bytes": Limit("a frame holds its header and at least one block of one layer", 64 << 10, MAX_FRAME_BYTES),
+    "kv.num_slots": Limit("one is written while another is verified", 2, MAX_NUM_SLOTS),
     "kv.lease_s": _SECONDS,
     "kv.transfer_timeout_s": _SECONDS,
     "kv.hello_timeout_s": _SECONDS,

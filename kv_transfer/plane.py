@@ -25,6 +25,7 @@ from kv_transfer.events import KVEvent, KVLoad
 from kv_transfer.kv_views import wire_views
 from kv_transfer.loopback import PROCESS_NETWORK
 from kv_transfer.pair import PairStatus
+from kv_transfer.transfer_plan import check_frame_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +70,9 @@ class KVPlane:
         `on_fatal` is called on the KV thread, once, when the thread ends by a defect that losing every pair did not heal.
 
         Raises:
-            ConfigError: see make_transport.
+            ConfigError: see make_transport; frames that are too small for the store's blocks.
         """
+        check_frame_bytes(store.layout, config.frame_bytes)
         self._transport = transport or make_transport(config, f"{epoch:016x}")
         self.settings = self._transport.settings()
         self._views = wire_views(store)

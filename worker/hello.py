@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.config import MAX_FRAME_BYTES, MAX_NUM_SLOTS
 from baton.errors import PeerRefused
 from baton.kv_layout import wire_dtype
 from baton.v1 import kv_pb2
@@ -26,10 +27,7 @@ _COMPARED = (
     "tp_size",
 )
 _COMPARED_LAYOUT = ("num_layers", "num_components", "num_kv_heads", "head_dim", "block_size")
-# Sanity of what a peer asks us to allocate: 64 slots of 64 MiB are far above any measured gain (8 x 4 MiB saturate shm).
-MAX_FRAME_BYTES = 64 << 20
-MAX_SLOTS = 64
-MIN_FRAME_BYTES = 4 << 10
+MIN_FRAME_BYTES = 4 << 10  # sanity: a probe fits in
 MAX_SHOWN = 32  # characters of a value in a message; hashes are longer, and their beginning tells them apart
 
 
@@ -80,8 +78,8 @@ def _check_sanity(theirs: kv_pb2.Hello) -> Refusal | None:
     """What a peer asks for must be within limits, and what it says of itself must be there."""
     if not MIN_FRAME_BYTES <= theirs.frame_bytes <= MAX_FRAME_BYTES:
         return Refusal("frame_bytes", f"{MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}", str(theirs.frame_bytes))
-    if not 1 <= theirs.num_slots <= MAX_SLOTS:
-        return Refusal("num_slots", f"1 to {MAX_SLOTS}", str(theirs.num_slots))
+    if not 1 <= theirs.num_slots <= MAX_NUM_SLOTS:
+        return Refusal("num_slots", f"1 to {MAX_NUM_SLOTS}", str(theirs.num_slots))
     missing = next((name for name in ("worker_id", "epoch", "ucx_address") if not getattr(theirs, name)), None)
     return Refusal(missing, "set", "not set") if missing else None
 

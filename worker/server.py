@@ -153,23 +153,24 @@ class WorkerServer:
 
     async def _serve(self) -> None:
         config = self._config
-        transport = make_transport(config.kv, f"{self.epoch:016x}")
-        try:
+        with contextlib.ExitStack() as not_started:
+            transport = make_transport(config.kv, f"{self.epoch:016x}")
+            not_started.callback(transport.close)
             model = self._load_model(config, transport.allocate)
-        except BaseException:
-            transport.close()
-            raise
-        kv_cache = model.runner.kv_cache
-        self.fingerprint = model.spec.fingerprint
-        engine = LocalEngine(
-            config.engine,
-            model.runner,
-            fingerprint=self.fingerprint,
-            eos_token_ids=model.spec.eos_token_ids,
-            max_model_len=max_model_len(config, model.spec),
-        )
-        plane = KVPlane(kv_cache, config.kv, self.epoch, self._forward_kv_event, transport, self._forward_kv_failure)
-        plane.start()
+            kv_cache = model.runner.kv_cache
+            self.fingerprint = model.spec.fingerprint
+            engine = LocalEngine(
+                config.engine,
+                model.runner,
+                fingerprint=self.fingerprint,
+                eos_token_ids=model.spec.eos_token_ids,
+                max_model_len=max_model_len(config, model.spec),
+            )
+            plane = KVPlane(
+                kv_cache, config.kv, self.epoch, self._forward_kv_event, transport, self._forward_kv_failure
+            )
+            plane.start()
+            not_started.pop_all()  # the plane closes its transport
         try:
             self._host = WorkerHost(
                 config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import socket
@@ -51,6 +52,19 @@ def test_a_taken_port_is_one_clear_error_and_leaves_no_thread_and_no_descriptor(
                 worker.server.start()
             worker.server.stop()
             num_fds.append(len(os.listdir("/proc/self/fd")))
+    assert worker_threads(before) == set()
+    assert num_fds[2] <= num_fds[0]
+
+
+def test_frames_too_small_for_a_block_are_one_clear_error_at_start_and_ucx_is_shut_down() -> None:
+    before, num_fds = set(threading.enumerate()), []
+    for _ in range(3):  # the first also loads UCX
+        worker = ScriptedWorker(worker_config("w", "both", transport="ucx", ucx_tls="tcp", frame_bytes=4096))
+        with pytest.raises(ConfigError, match="frame_bytes is 4096; one layer of one block needs at least 4160"):
+            worker.server.start()
+        del worker
+        gc.collect()
+        num_fds.append(len(os.listdir("/proc/self/fd")))
     assert worker_threads(before) == set()
     assert num_fds[2] <= num_fds[0]
 
