@@ -35,9 +35,6 @@ from kv_transfer.sender import Sender
 _log = logging.getLogger(__name__)
 
 
-NONCE_BYTES = 8  # in front of the exports in a probe
-
-
 @dataclass(frozen=True, slots=True)
 class WireView:
     """The stores of a pair whose ends keep KV differently: what is sent from, what is received into. Such a pair is staged."""
@@ -201,7 +198,7 @@ class Pair:
         credit = self.receiver.on_frame(slot, memory, now_s)
         if credit is not None and self.receiver.probe is not None and not was_probed:
             try:
-                self.receiver.peer_pool = self.channel.attach(self.receiver.probe[NONCE_BYTES:])
+                self.receiver.peer_pool = self.channel.attach(self.receiver.probe)
             except TransferFailed as error:
                 self.lose(error.message, now_s)
                 return True
@@ -238,8 +235,9 @@ class Pair:
             if self._probe_slot is None:
                 return
             memory = self.channel.send_slot(self._probe_slot)
-            payload = self.pair_nonce.to_bytes(NONCE_BYTES, "little") + self._exports
-            self._send(self._probe_slot, self.sender.fill_probe(self._probe_slot, memory, self.peer_epoch, payload))
+            self._send(
+                self._probe_slot, self.sender.fill_probe(self._probe_slot, memory, self.peer_epoch, self._exports)
+            )
         if self._probe_accepted and self.receiver.probe is not None:
             self.state = PairState.READY
             self.transport = self.channel.describe()

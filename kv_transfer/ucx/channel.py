@@ -39,6 +39,7 @@ GOODBYE_SLOT = (1 << 14) - 1  # the last that a tag has room for
 MAX_TAGGED_BYTES = (
     4096  # a frame up to this size goes as one message; of a longer one the payload is put, then its header sent
 )
+MAX_PROBE_BYTES = 16 << 10  # header and two remote keys, each some ten bytes per memory domain of UCX
 
 
 class UcxChannel:
@@ -64,9 +65,8 @@ class UcxChannel:
         self._ring_slots: Slots | None = transport.borrow_slots(num_slots * frame_bytes)
         self._send_slots: Slots | None = None  # own ones; None where frames are made in the peer's ring
         self._ring_memory, self._ring_region = self._ring_slots
-        self._send_memory = memoryview(
-            bytearray(num_slots * frame_bytes)
-        )  # for the probe; `attach` brings the real one
+        self._send_memory: memoryview | None = None  # of all lanes, once `attach` was called
+        self._probe_memory = memoryview(bytearray(min(frame_bytes, MAX_PROBE_BYTES)))
         self._peer_ring: RemoteRegion | None = None
         self._peer_pool: RemoteRegion | None = None
         self._puts: dict[int, PendingRequest] = {}  # by slot; the header follows
@@ -90,6 +90,8 @@ class UcxChannel:
         return self._ring_memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
 
     def send_slot(self, slot: int) -> memoryview:
+        if self._send_memory is None:  # the one frame that is sent before is the probe
+            return self._probe_memory
         return self._send_memory[slot * self.frame_bytes : (slot + 1) * self.frame_bytes]
 
     def exports(self, store: BlockStore | None) -> bytes:
@@ -197,7 +199,8 @@ class UcxChannel:
             requests_by_slot.clear()
         self._credit_sends.clear()
         self._ring.clear()
-        self._ring_memory = self._send_memory = memoryview(b"")
+        self._ring_memory = memoryview(b"")
+        self._send_memory = None
         for slots in (self._ring_slots, self._send_slots):
             if slots is not None:
                 self._transport.give_back(slots)
