@@ -123,7 +123,7 @@ class PlaneCore:
         """Hold the blocks of `seq` for a peer's ticket {epoch, generation, leading blocks}."""
         pair = self._pairs.get(peer)
         old = self._outgoing.get(seq)
-        if old is not None and old is not pair:
+        if old is not None and (old is not pair or epoch != pair.peer_epoch):
             old.sender.close(seq, "replaced", self._now_s)
         if pair is None:
             self._events.append(OutgoingClosed(seq, "peer lost: not connected"))

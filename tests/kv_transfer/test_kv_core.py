@@ -211,3 +211,16 @@ def test_a_judged_slot_is_unreadable_so_that_an_empty_message_is_not_taken_for_t
     cores = TwoCores(num_slots=1)
     cores.connect()  # the probe was in slot 0
     assert read_header(cores.b._pairs["a"].channel.ring_slot(0)) is None
+
+
+def test_a_ticket_of_another_epoch_ends_the_transfer_that_it_would_replace_too() -> None:
+    cores = TwoCores()
+    cores.connect()
+    cores.take_events()
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B, 1, 0, 2, lease_s=5.0)
+    cores.a.open_outgoing("b", 5, cores.EPOCH_B + 1, 2, 0, 2, lease_s=5.0)
+    cores.settle()
+    stale = "the ticket is of another epoch than the peer's"
+    assert cores.take_events()[0] == [OutgoingClosed(5, "replaced"), OutgoingClosed(5, stale)]
+    assert cores.a.load().num_outgoing == 0
+    assert cores.a._pairs["b"].sender.num_open == 0, "after OutgoingClosed no block is read"
