@@ -84,7 +84,8 @@ class SessionLost(Exception):
 class WorkerSession:
     """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links.
 
-    With `want_kv` each heartbeat asks what the KV plane does: for operators, as routers have no use for it.
+    With `want_kv` each heartbeat asks what the KV plane does, and the prefix cache is not followed: for operators, who place
+    nothing; routers have no use for the one and need the other.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class WorkerSession:
                 self.view.kv = event.heartbeat.kv
         elif kind == "load":
             self._on_load(event.load)
-        elif kind == "cache_delta" and self.view is not None:
+        elif kind == "cache_delta" and self.view is not None and not self._want_kv:
             delta = event.cache_delta
             self.view.prefixes.apply(delta.generation, delta.added, delta.removed, reset=delta.reset)
         elif kind == "links":
