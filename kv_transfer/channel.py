@@ -1,4 +1,4 @@
-"""The data path of one pair, and the transport that makes such paths: what pair.py needs from loopback.py and ucx.py.
+"""The data path of one pair, and the transport that makes such paths: what pair.py needs from loopback.py and ucx/.
 
 A channel has the same numbered lanes on both ends, `num_slots` in each direction. A lane carries one message at a time:
 
