@@ -108,6 +108,14 @@ class PeerLink:
             status.field, status.mine, status.yours = self.refusal.field, self.refusal.mine, self.refusal.yours
         return status
 
+    def why_it_ended(self) -> BatonError:
+        """Whoever notices the end first, the writer or a reader, says the same."""
+        if self.error is None and self.outbox.overflowed.is_set():
+            return WorkerLost(
+                f"{self.peer.worker_id} does not read its link: more than {self.outbox.max_bytes} bytes wait for it"
+            )
+        return self.error or WorkerLost(f"link {'to' if self.opener else 'from'} {self.peer.worker_id} ended")
+
     def note_failure(self, failure: Exception) -> None:
         """Keep why the stream ended, unless a reason is known already."""
         if isinstance(failure, grpc.aio.AioRpcError):
@@ -276,13 +284,13 @@ class Links(kv_pb2_grpc.KvLinkServicer):
             async for message in link.outbox.messages():
                 yield message
         finally:
-            self._lose(link, WorkerLost(f"link from {hello.worker_id} ended"))
+            self._lose(link, link.why_it_ended())
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
     async def _serve(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
         """Read one stream, ping its other end, until it ends or falls silent; then the link is lost."""
-        parts = (self._ping(link), self._read(link, messages), self._watch_outbox(link))
+        parts = (self._ping(link), self._read(link, messages), link.outbox.overflowed.wait())
         tasks = [asyncio.create_task(part) for part in parts]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -292,7 +300,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, Exception):
                     link.note_failure(outcome)
-            self._lose(link, link.error or WorkerLost(f"link to {link.peer.worker_id} ended"))
+            self._lose(link, link.why_it_ended())
 
     async def _read(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
         async for message in messages:
@@ -318,12 +326,6 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 return
             live = self._listener.live_tickets(link.key) if link.state is State.READY else []
             link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live=live))
-
-    async def _watch_outbox(self, link: PeerLink) -> None:
-        await link.outbox.overflowed.wait()
-        link.error = link.error or WorkerLost(
-            f"{link.peer.worker_id} does not read its link: more than {link.outbox.max_bytes} bytes wait for it"
-        )
 
     def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
         """Handle one message; False ends the stream."""
