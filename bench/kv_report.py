@@ -188,15 +188,15 @@ def row_document(row: Row) -> dict[str, object]:
         "cpu_s_per_gb": row.figures.cpu_s_per_gb,
         "sender_cpu_s_per_gb": row.figures.sender_cpu_s_per_gb,
         "receiver_cpu_s_per_gb": row.figures.receiver_cpu_s_per_gb,
-        "peers": best_of_peers(row.peers),
+        "peers": best_of_peers(row.peers, paged=True),
+        "peers_contiguous": best_of_peers(row.peers, paged=False),
     }
 
 
-def best_of_peers(peers: Sequence[PeerRow]) -> dict[str, float]:
-    """The better setting of each library: under its name paged, as ours is, and apart where blocks lay in order."""
+def best_of_peers(peers: Sequence[PeerRow], *, paged: bool) -> dict[str, float]:
+    """GB/s of each library in its better setting. Ours is always paged: contiguous blocks are another task."""
     best: dict[str, float] = {}
     for row in peers:
-        if row.gb_per_s:
-            name = row.peer if row.paged else f"{row.peer} contiguous"
-            best[name] = max(best.get(name, 0.0), row.gb_per_s.median)
+        if row.gb_per_s and row.paged == paged:
+            best[row.peer] = max(best.get(row.peer, 0.0), row.gb_per_s.median)
     return best
