@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from kv_transfer.ucx.transport import UcxTransport
 
 GOODBYE_SLOT = (1 << 14) - 1  # the last that a tag has room for
-MAX_TAGGED_BYTES = (
-    4096  # a frame up to this size goes as one message; of a longer one the payload is put, then its header sent
-)
+MAX_TAGGED_BYTES = 4096  # a frame up to this size goes as one message; of a longer one the payload is put first
 MAX_PROBE_BYTES = 16 << 10  # header and two remote keys, each some ten bytes per memory domain of UCX
 
 

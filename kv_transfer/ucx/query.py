@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
-import libucx  # type: ignore[import-untyped]
+from kv_transfer.ucx.ucp import OK, library
 
 _FIELD_TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
 _NAME_BYTES = 32  # UCP_ENTITY_NAME_MAX
@@ -41,16 +41,12 @@ class _EpAttr(ctypes.Structure):
 
 def endpoint_transports(handle: int) -> list[str]:
     """ "transport/device" of every lane of the endpoint `handle` (a ucp_ep_h), in UCX's order; [] if UCX does not say."""
-    libucp = libucx.load_library()[-1]
     entries = (_TransportEntry * _MAX_ENTRIES)()
     attr = _EpAttr(field_mask=_FIELD_TRANSPORTS)
     attr.transports.entries = ctypes.cast(entries, ctypes.POINTER(_TransportEntry))
     attr.transports.num_entries = _MAX_ENTRIES
     attr.transports.entry_size = ctypes.sizeof(_TransportEntry)
-    query = libucp.ucp_ep_query
-    query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EpAttr))
-    query.restype = ctypes.c_int
-    if query(handle, ctypes.byref(attr)) != 0:
+    if library().ucp_ep_query(handle, ctypes.byref(attr)) != OK:
         return []
     found = entries[: attr.transports.num_entries]
     return [f"{entry.transport_name.decode()}/{entry.device_name.decode()}" for entry in found]

@@ -77,6 +77,7 @@ _SIZE = ctypes.c_size_t
 _OPTIONS = ctypes.POINTER(RequestParams)
 _HANDLE_OUT = ctypes.POINTER(Handle)
 _SIGNATURES = {  # the result, then the arguments
+    "ucp_ep_query": (_STATUS, Handle, Handle),  # its structure is query.py's
     "ucp_mem_map": (_STATUS, Handle, ctypes.POINTER(MapParams), _HANDLE_OUT),
     "ucp_mem_query": (_STATUS, Handle, ctypes.POINTER(MemAttr)),
     "ucp_mem_unmap": (_STATUS, Handle, Handle),
