@@ -290,6 +290,34 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Reroute(_message.Message):
+    """prefill: ship this sequence to another decode worker. Answers HandoffLost, or comes before it; nothing is computed twice.
+    Sent only while decode has emitted nothing; otherwise the router cancels and submits prompt and output elsewhere.
+    A seq that has ended here, or whose KV another decode worker has acknowledged, leaves it unanswered: its Ended is under way.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    @_builtins.property
+    def decode(self) -> Global___Peer: ...
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        decode: Global___Peer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reroute: _TypeAlias = Reroute  # noqa: Y015
+
+@_typing.final
 class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -380,6 +408,7 @@ class SessionRequest(_message.Message):
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    REROUTE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -394,6 +423,8 @@ class SessionRequest(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def peers(self) -> Global___Peers: ...
+    @_builtins.property
+    def reroute(self) -> Global___Reroute: ...
     def __init__(
         self,
         *,
@@ -404,12 +435,13 @@ class SessionRequest(_message.Message):
         set_role: Global___SetRole | None = ...,
         drain: Global___Drain | None = ...,
         peers: Global___Peers | None = ...,
+        reroute: Global___Reroute | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers", "reroute"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -909,6 +941,33 @@ class Refused(_message.Message):
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
+class HandoffLost(_message.Message):
+    """prefill: decode died, refused, or did not acknowledge. What is computed stays, and computing goes on, until Reroute or
+    Cancel; without either the sequence ends FAILED with this error a lease after this, or after its first token if that is later.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___ErrorInfo: ...
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        error: Global___ErrorInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffLost: _TypeAlias = HandoffLost  # noqa: Y015
+
+@_typing.final
 class CacheDelta(_message.Message):
     """Sent in pages well below gRPC's message limit; the pages of one change, or of the whole after Opened, share a generation."""
 
@@ -1080,6 +1139,7 @@ class SessionEvent(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    HANDOFF_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
     @_builtins.property
@@ -1096,6 +1156,8 @@ class SessionEvent(_message.Message):
     def links(self) -> Global___Links: ...
     @_builtins.property
     def heartbeat(self) -> Global___HeartbeatReply: ...
+    @_builtins.property
+    def handoff_lost(self) -> Global___HandoffLost: ...
     def __init__(
         self,
         *,
@@ -1107,12 +1169,13 @@ class SessionEvent(_message.Message):
         load: Global___Load | None = ...,
         links: Global___Links | None = ...,
         heartbeat: Global___HeartbeatReply | None = ...,
+        handoff_lost: Global___HandoffLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat", "handoff_lost"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
