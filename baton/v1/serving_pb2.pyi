@@ -297,6 +297,9 @@ class GenerateRequest(_message.Message):
     SLO_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MAX_FLUSH_MS_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
+    RESUME_WINDOW_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" = the model served"""
     prompt: _builtins.str
@@ -305,6 +308,12 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     request_id: _builtins.str
     """a label; the router makes its own ids"""
+    max_flush_ms: _builtins.int
+    """gather tokens for at most so long, [0, 1000]; 0 = each at once. The first never waits"""
+    resumable: _builtins.bool
+    """Resume may go on with it; needs a request_id that no other running call of the tenant has"""
+    resume_window_ms: _builtins.int
+    """how long Resume is possible after a break or the end, [0, 300000]; 0 = 30 s"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -330,16 +339,48 @@ class GenerateRequest(_message.Message):
         slo: Global___Slo | None = ...,
         session_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        max_flush_ms: _builtins.int = ...,
+        resumable: _builtins.bool = ...,
+        resume_window_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "max_flush_ms", b"max_flush_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "resume_window_ms", b"resume_window_ms", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    MAX_FLUSH_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    max_flush_ms: _builtins.int
+    """as in GenerateRequest"""
+    @_builtins.property
+    def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per choice, the first output index that is lacking; none = all 0"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        next_index: _abc.Iterable[_builtins.int] | None = ...,
+        max_flush_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_flush_ms", b"max_flush_ms", "next_index", b"next_index", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
@@ -633,6 +674,209 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class OpenSession(_message.Message):
+    """-- Session: client to router --"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_FLUSH_MS_FIELD_NUMBER: _builtins.int
+    max_flush_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        max_flush_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_flush_ms", b"max_flush_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class StartCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """chosen by the client; free again after its end"""
+    timeout_ms: _builtins.int
+    """the call's deadline; 0 = the router's default"""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """max_flush_ms is the Session's"""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
+
+@_typing.final
+class CancelCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelCall: _TypeAlias = CancelCall  # noqa: Y015
+
+@_typing.final
+class SessionCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___OpenSession:
+        """only as the first message; may be left out"""
+
+    @_builtins.property
+    def start(self) -> Global___StartCall: ...
+    @_builtins.property
+    def cancel(self) -> Global___CancelCall: ...
+    def __init__(
+        self,
+        *,
+        open: Global___OpenSession | None = ...,
+        start: Global___StartCall | None = ...,
+        cancel: Global___CancelCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "open", b"open", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "open", b"open", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "start", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SessionCall: _TypeAlias = SessionCall  # noqa: Y015
+
+@_typing.final
+class CallEnd(_message.Message):
+    """-- Session: router to client --"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    @_builtins.property
+    def done(self) -> Global___Done: ...
+    @_builtins.property
+    def error(self) -> Global___ErrorDetail: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        done: Global___Done | None = ...,
+        error: Global___ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "done", b"done", "error", b"error", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["done", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___CallEnd: _TypeAlias = CallEnd  # noqa: Y015
+
+@_typing.final
+class SessionReply(_message.Message):
+    """All that came since the last message. A group is a run of tokens of one choice of one call; arrays of groups are parallel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    GOING_AWAY_FIELD_NUMBER: _builtins.int
+    going_away: _builtins.bool
+    """start no more calls here, open another Session: those that run go on to their end"""
+    @_builtins.property
+    def call(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """left out where all are 0"""
+
+    @_builtins.property
+    def index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """output index of the group's first token"""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of all groups, one group after the other"""
+
+    @_builtins.property
+    def num_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """left out where no group has any"""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprob]:
+        """of all groups, one group after the other"""
+
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallEnd]:
+        """after the tokens of this message"""
+
+    def __init__(
+        self,
+        *,
+        call: _abc.Iterable[_builtins.int] | None = ...,
+        choice: _abc.Iterable[_builtins.int] | None = ...,
+        index: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        text: _abc.Iterable[_builtins.str] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_logprobs: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___Logprob] | None = ...,
+        ends: _abc.Iterable[Global___CallEnd] | None = ...,
+        going_away: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "choice", b"choice", "ends", b"ends", "going_away", b"going_away", "index", b"index", "logprobs", b"logprobs", "num_logprobs", b"num_logprobs", "num_tokens", b"num_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -39,6 +39,16 @@ class ServingStub:
                 request_serializer=baton_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_serving__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/baton.v1.Serving/Resume',
+                request_serializer=baton_dot_v1_dot_serving__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_serving__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/baton.v1.Serving/Session',
+                request_serializer=baton_dot_v1_dot_serving__pb2.SessionCall.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_serving__pb2.SessionReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Serving/Abort',
                 request_serializer=baton_dot_v1_dot_serving__pb2.AbortRequest.SerializeToString,
@@ -61,6 +71,20 @@ class ServingServicer:
 
     def Generate(self, request, context):
         """Streams one answer. Exactly one terminal message (done or error) ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with the stream of a resumable call, on any router, also after the one that served it is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Many calls on one stream, their tokens packed: for bulk callers. docs/grpc.md
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,6 +116,16 @@ def add_ServingServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=baton_dot_v1_dot_serving__pb2.GenerateRequest.FromString,
                     response_serializer=baton_dot_v1_dot_serving__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=baton_dot_v1_dot_serving__pb2.ResumeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_serving__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=baton_dot_v1_dot_serving__pb2.SessionCall.FromString,
+                    response_serializer=baton_dot_v1_dot_serving__pb2.SessionReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -136,6 +170,60 @@ class Serving:
             '/baton.v1.Serving/Generate',
             baton_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
             baton_dot_v1_dot_serving__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Serving/Resume',
+            baton_dot_v1_dot_serving__pb2.ResumeRequest.SerializeToString,
+            baton_dot_v1_dot_serving__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Serving/Session',
+            baton_dot_v1_dot_serving__pb2.SessionCall.SerializeToString,
+            baton_dot_v1_dot_serving__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,10 @@ class ServingStub:
     def __new__(cls, channel: _aio.Channel) -> ServingAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_serving_pb2.GenerateRequest, _serving_pb2.GenerateResponse]
     """Streams one answer. Exactly one terminal message (done or error) ends it."""
+    Resume: _grpc.UnaryStreamMultiCallable[_serving_pb2.ResumeRequest, _serving_pb2.GenerateResponse]
+    """Goes on with the stream of a resumable call, on any router, also after the one that served it is gone."""
+    Session: _grpc.StreamStreamMultiCallable[_serving_pb2.SessionCall, _serving_pb2.SessionReply]
+    """Many calls on one stream, their tokens packed: for bulk callers. docs/grpc.md"""
     Abort: _grpc.UnaryUnaryMultiCallable[_serving_pb2.AbortRequest, _serving_pb2.AbortResponse]
     """Ends the call that carries this request_id; NOT_FOUND when none is running."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetModelInfoRequest, _serving_pb2.GetModelInfoResponse]
@@ -43,6 +47,10 @@ class ServingAsyncStub(ServingStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_serving_pb2.GenerateRequest, _serving_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams one answer. Exactly one terminal message (done or error) ends it."""
+    Resume: _aio.UnaryStreamMultiCallable[_serving_pb2.ResumeRequest, _serving_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Goes on with the stream of a resumable call, on any router, also after the one that served it is gone."""
+    Session: _aio.StreamStreamMultiCallable[_serving_pb2.SessionCall, _serving_pb2.SessionReply]  # type: ignore[assignment]
+    """Many calls on one stream, their tokens packed: for bulk callers. docs/grpc.md"""
     Abort: _aio.UnaryUnaryMultiCallable[_serving_pb2.AbortRequest, _serving_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends the call that carries this request_id; NOT_FOUND when none is running."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetModelInfoRequest, _serving_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -56,6 +64,22 @@ class ServingServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_serving_pb2.GenerateResponse], _abc.AsyncIterator[_serving_pb2.GenerateResponse]]:
         """Streams one answer. Exactly one terminal message (done or error) ends it."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _serving_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_serving_pb2.GenerateResponse], _abc.AsyncIterator[_serving_pb2.GenerateResponse]]:
+        """Goes on with the stream of a resumable call, on any router, also after the one that served it is gone."""
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_serving_pb2.SessionCall],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_serving_pb2.SessionReply], _abc.AsyncIterator[_serving_pb2.SessionReply]]:
+        """Many calls on one stream, their tokens packed: for bulk callers. docs/grpc.md"""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -137,6 +137,40 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Resumption(_message.Message):
+    """Of a call that a client may resume: what a worker keeps for a while after the sequence ended or lost its router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WINDOW_MS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ROUTER_STATE_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """the call: routers make it of tenant and request_id"""
+    window_ms: _builtins.int
+    """how long it is kept"""
+    generation: _builtins.int
+    """how often the call was resumed; of one generation, the higher seq is the later attempt"""
+    router_state: _builtins.bytes
+    """the router's own"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        window_ms: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        router_state: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "key", b"key", "router_state", b"router_state", "window_ms", b"window_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
+
+@_typing.final
 class Request(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -148,6 +182,7 @@ class Request(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMPTION_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     priority: _builtins.int
     slo_class: _builtins.str
@@ -159,6 +194,10 @@ class Request(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def resumption(self) -> Global___Resumption:
+        """absent: nothing is kept"""
+
     def __init__(
         self,
         *,
@@ -170,10 +209,11 @@ class Request(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         request_id: _builtins.str = ...,
         num_output_tokens: _builtins.int = ...,
+        resumption: Global___Resumption | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resumption", b"resumption", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_output_tokens", b"num_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seq", b"seq", "slo_class", b"slo_class", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_output_tokens", b"num_output_tokens", "priority", b"priority", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "seq", b"seq", "slo_class", b"slo_class", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,15 +315,18 @@ class Cancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    park: _builtins.bool
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
+        park: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["park", b"park", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,6 +441,54 @@ class Peers(_message.Message):
 Global___Peers: _TypeAlias = Peers  # noqa: Y015
 
 @_typing.final
+class Find(_message.Message):
+    """Claims what is kept of a call: a copy that runs is ended, and no other router gets it until the claim has run out or its router
+    is gone. Answered by one page of a ParkedCall; `offset` asks for the next.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIND_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    find: _builtins.int
+    key: _builtins.bytes
+    offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        find: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["find", b"find", "key", b"key", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Find: _TypeAlias = Find  # noqa: Y015
+
+@_typing.final
+class Forget(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forget: _TypeAlias = Forget  # noqa: Y015
+
+@_typing.final
 class SessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -409,6 +500,8 @@ class SessionRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     REROUTE_FIELD_NUMBER: _builtins.int
+    FIND_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -425,6 +518,10 @@ class SessionRequest(_message.Message):
     def peers(self) -> Global___Peers: ...
     @_builtins.property
     def reroute(self) -> Global___Reroute: ...
+    @_builtins.property
+    def find(self) -> Global___Find: ...
+    @_builtins.property
+    def forget(self) -> Global___Forget: ...
     def __init__(
         self,
         *,
@@ -436,12 +533,14 @@ class SessionRequest(_message.Message):
         drain: Global___Drain | None = ...,
         peers: Global___Peers | None = ...,
         reroute: Global___Reroute | None = ...,
+        find: Global___Find | None = ...,
+        forget: Global___Forget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers", "reroute"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers", "reroute", "find", "forget"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1128,6 +1227,99 @@ class KvStatus(_message.Message):
 Global___KvStatus: _TypeAlias = KvStatus  # noqa: Y015
 
 @_typing.final
+class ParkedSequence(_message.Message):
+    """One sequence of a call, as far as this worker knows it. Tokens follow request.token_ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    finish_reason: _builtins.int
+    """serving.proto FinishReason; 0: not finished"""
+    ttl_ms: _builtins.int
+    """what is left of the call's deadline"""
+    @_builtins.property
+    def request(self) -> Global___Request: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """entry: position in tokens"""
+
+    def __init__(
+        self,
+        *,
+        request: Global___Request | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        finish_reason: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request", b"request", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkedSequence: _TypeAlias = ParkedSequence  # noqa: Y015
+
+@_typing.final
+class ParkedCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParkedSequence]: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___ParkedSequence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkedCall: _TypeAlias = ParkedCall  # noqa: Y015
+
+@_typing.final
+class Found(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIND_FIELD_NUMBER: _builtins.int
+    CLAIMED_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    find: _builtins.int
+    claimed: _builtins.bool
+    """by another router: nothing is told"""
+    total_bytes: _builtins.int
+    """of the ParkedCall; 0: nothing is kept"""
+    offset: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        find: _builtins.int = ...,
+        claimed: _builtins.bool = ...,
+        total_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "data", b"data", "find", b"find", "offset", b"offset", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Found: _TypeAlias = Found  # noqa: Y015
+
+@_typing.final
 class SessionEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1140,6 +1332,7 @@ class SessionEvent(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     HANDOFF_LOST_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
     @_builtins.property
@@ -1158,6 +1351,8 @@ class SessionEvent(_message.Message):
     def heartbeat(self) -> Global___HeartbeatReply: ...
     @_builtins.property
     def handoff_lost(self) -> Global___HandoffLost: ...
+    @_builtins.property
+    def found(self) -> Global___Found: ...
     def __init__(
         self,
         *,
@@ -1170,12 +1365,13 @@ class SessionEvent(_message.Message):
         links: Global___Links | None = ...,
         heartbeat: Global___HeartbeatReply | None = ...,
         handoff_lost: Global___HandoffLost | None = ...,
+        found: Global___Found | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "found", b"found", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_delta", b"cache_delta", "ended", b"ended", "found", b"found", "handoff_lost", b"handoff_lost", "heartbeat", b"heartbeat", "links", b"links", "load", b"load", "message", b"message", "opened", b"opened", "refused", b"refused", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat", "handoff_lost"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "ended", "refused", "cache_delta", "load", "links", "heartbeat", "handoff_lost", "found"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
