@@ -23,7 +23,7 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
-from baton.request import FinishReason, Request, SampledToken
+from baton.request import FinishReason, Logprobs, Request, SampledToken
 from baton.slo import SLO, Verdict
 from baton.timings import Timings
 from baton.v1 import worker_pb2
@@ -32,7 +32,7 @@ from router.call_events import CallDone, CallEvent, ChoiceFinished, Outbox, Piec
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet
-from router.handoff import SequenceReport, serve_sequence
+from router.handoff import SequenceJob, SequenceReport, serve_sequence
 from router.metrics import CallRecord, RouterMetrics, TransferRecord
 from router.slo_watch import SloWatch
 from router.tokenizer import Tokenizer
@@ -274,16 +274,14 @@ class Calls:
         text = TextStream(self._tokenizer.table, call.spec.stop, sampling.min_tokens)
         report = call.reports[choice]
         try:
-            await serve_sequence(
+            job = SequenceJob(
                 replace(request, sampling=sampling),
-                self._fleet,
-                self._seqs,
-                _Sink(call, choice, text),
-                report,
                 deadline_s,
                 self._config.unavailable_wait_s,
+                session_id=call.spec.labels.session_id,
                 prefer=call.reports[0].prefill_worker if choice else "",
             )
+            await serve_sequence(job, self._fleet, self._seqs, _Sink(call, choice, text), report)
         except BatonError as error:
             call.put(error)
             return
@@ -343,10 +341,10 @@ class _Sink:
         self._choice = choice
         self._text = text
 
-    def token(self, token: SampledToken) -> bool:
-        ends_by_token = token.finish is FinishReason.STOP  # EOS or a stop token: counted, but no text
-        text = "" if ends_by_token else self._text.push(token.token)
-        self._call.put(Piece(self._choice, text, token))
+    def token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
+        ends_by_token = finish is FinishReason.STOP  # EOS or a stop token: counted, but no text
+        text = "" if ends_by_token else self._text.push(token_id)
+        self._call.put(Piece(self._choice, text, SampledToken(0, index, token_id, finish, logprobs)))
         self._call.leader_began.set()
         return self._text.stop_match is not None
 

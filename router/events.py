@@ -1,7 +1,9 @@
-"""What can happen to one sequence, and the inbox in which its owner reads it.
+"""What can happen to one sequence, and how its owner hears of it.
 
-Worker sessions, timers and nobody else put events; `router/handoff.py` takes them out in order. Everything runs on the
-router's event loop, so putting never blocks and never fails, also after the reader has left.
+Tokens, of which there are tens of thousands a second, are handed over in a plain call (`Listener.on_token`), from the Session's
+reader down to the client's socket, without an object or a task switch of their own. All else is rare: it is an event in the
+`Inbox`, which `router/handoff.py` reads in order, in straight-line code. Everything runs on the router's event loop, so
+neither ever blocks or fails, also after the reader has left.
 """
 
 from __future__ import annotations
@@ -9,16 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.errors import BatonError
-from baton.request import FinishReason, SampledToken
+from baton.request import FinishReason, Logprobs
 from baton.v1 import worker_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class TokenArrived:
-    worker: str
-    token: SampledToken
+class AnswerIsWhole:
+    """The last token has come, or the sink wants no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,41 @@ class AdoptionIsLate:
     """The prefill worker failed after the first token, and decode has said nothing since."""
 
 
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A worker flagged a token as the last of a cancelled sequence, or our own sink failed on one."""
+
+    worker: str
+    error: BatonError
+
+
 SequenceEvent = (
-    TokenArrived | SequenceEnded | SequenceRefused | WorkerGone | TimeIsUp | HoleIsOld | StatsAreLate | AdoptionIsLate
+    AnswerIsWhole
+    | SequenceEnded
+    | SequenceRefused
+    | WorkerGone
+    | TimeIsUp
+    | HoleIsOld
+    | StatsAreLate
+    | AdoptionIsLate
+    | GaveUp
 )
 
 
+class Listener(Protocol):
+    """Hears all that one worker says of one sequence."""
+
+    def on_token(
+        self, worker: str, index: int, token_id: int, finish: int, logprobs: Logprobs | None, now_s: float
+    ) -> None:
+        """Take output `index`. `finish` is a FinishReason, 0 while the sequence goes on; `now_s` monotonic, of the Step."""
+        ...
+
+    def put(self, event: SequenceEvent) -> None: ...
+
+
 class Inbox:
-    """An unbounded queue with one reader; its length is bounded by the sequence's max_tokens."""
+    """A queue with one reader; a sequence has a handful of events in its life."""
 
     def __init__(self) -> None:
         self._events: deque[SequenceEvent] = deque()

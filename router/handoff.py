@@ -1,17 +1,19 @@
-"""One sequence's life on the workers, in straight-line code that knows what is where.
+"""One sequence from Submit to its end: who has it, which tokens are in, what is done when a worker leaves.
 
-    1 place     choose prefill and decode workers, or wait for one to come back
-    2 submit    prefill gets the request and the decode worker's address; both Sessions deliver here
-    3 first     token 0 comes from prefill and goes to the client at once
-    4 rest      tokens 1.. come from decode; merged by index, duplicates dropped
-    5 end       a token carries the finish reason; the last `Ended` brings the counts
-A lost worker, a refusal or a failure before any token reached the client starts again at 1, elsewhere where possible;
-after a token it ends the call (with `num_output_tokens` in Submit, continuing it elsewhere is an ordinary submit), unless
-it was the prefill worker's and decode has adopted the sequence, perhaps without the prefill worker hearing of it.
+States of an attempt (the sequence on one pair of workers, or on one worker that does both):
+    1 SUBMITTED   prefill has it. Nothing came yet
+    2 STARTED     token 0 came from prefill; the KV is on its way, or adopted
+    3 STREAMING   tokens come from decode
+    4 WHOLE       the last token came, or the sink wants no more; only the counts are waited for, at most STATS_S
+    5 BROKEN      a worker left, failed or lost tokens: what is left of it is cancelled
 
-Invariants: however the block is left (finish, stop string, error, deadline, cancelled task), every worker that may still
-hold the sequence is sent Cancel and both counts are taken back, without an await in between. A retry has a new seq, so
-nothing late of the first attempt can enter the second. A hole older than HOLE_S means a worker is lost. Event loop only.
+A BROKEN attempt is followed by another one elsewhere, which is told every token that the client has: sent tokens are neither
+lost nor repeated nor changed, and the answer goes on at the next index. So a death costs a stream a pause: noticing it, then
+computing what nobody caches. In state 2 it does not even cost that where only decode died: prefill, which holds the KV until
+decode has acknowledged it, is given another decode worker and ships again (`_reroute`).
+
+Tokens arrive in `on_token`, a plain call from the Session's reader; everything rare arrives in the Inbox and is dealt with in
+straight-line code. Event loop only.
 """
 
 from __future__ import annotations
@@ -23,19 +25,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceeded, PeerRefused, Unavailable, WorkerLost
+from baton.errors import BatonError, DeadlineExceeded, Internal, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
-from baton.request import FinishReason, Request, SampledToken
+from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2
 from router.events import (
     AdoptionIsLate,
+    AnswerIsWhole,
+    GaveUp,
     HoleIsOld,
     Inbox,
     SequenceEnded,
+    SequenceEvent,
     SequenceRefused,
     StatsAreLate,
     TimeIsUp,
-    TokenArrived,
     WorkerGone,
 )
 from router.fleet import Fleet, Hold, Placed
@@ -45,18 +49,30 @@ log = get_log("router.handoff")
 
 HOLE_S = 1.0  # DESIGN section 5
 STATS_S = 1.0  # the cancel path's bound (DESIGN section 5): after it the counts are taken as they are
-# Before the first token. A link to a worker that has just restarted takes up to 1 s to be proved (worker/links.py); more
-# tries than this would let a request that kills workers go through the fleet.
+# In a row without a new token. A link to a worker that has just restarted takes up to 1 s to be proved (worker/links.py);
+# more tries than this would let a request that kills workers go through the fleet.
 MAX_RETRIES = 4
+MAX_MOVES = 16  # of one sequence in all: one that kills its worker after each token must end, too
 FIRST_BACKOFF_S = 0.1  # doubled each time: the tries span 1.5 s
 
 
 class TokenSink(Protocol):
-    """Takes tokens in order, index 0 first. Never blocks."""
+    """Takes tokens in order, each index once, a continued sequence's from where it was. Never blocks."""
 
-    def token(self, token: SampledToken) -> bool:
+    def token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
         """Returns True when the answer is complete for the router's reasons (a stop string)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceJob:
+    """What is to be served."""
+
+    request: Request  # as the client made it: no seq, no output tokens
+    deadline_s: float  # monotonic
+    unavailable_wait_s: float  # how long to wait for a worker to come up, within the deadline
+    session_id: str = ""  # of the conversation
+    prefer: str = ""  # a prefill worker that has the prompt in its cache
 
 
 @dataclass(slots=True)
@@ -64,17 +80,31 @@ class SequenceReport:
     """What became of a sequence; filled while it runs, so that a cancelled call has its counts too."""
 
     finish: FinishReason = FinishReason.NONE
-    num_tokens: int = 0
-    submitted_s: float = 0.0  # monotonic; of the last attempt
+    token_ids: list[int] = field(default_factory=list)  # that the client has, or is about to have
+    submitted_s: float = 0.0  # monotonic; of the last attempt before the first token
     first_token_s: float = 0.0
     second_token_s: float = 0.0
     last_token_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between consecutive tokens, as they arrived here
     prefill_worker: str = ""
     decode_worker: str = ""
-    stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled
+    stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled first
     handed_off: bool = False  # decode has acknowledged the KV
-    num_retries: int = 0
+    num_retries: int = 0  # attempts after the first
+    num_reroutes: int = 0  # times that prefill shipped again
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One that came before its turn, or the last one."""
+
+    token_id: int
+    finish: FinishReason
+    logprobs: Logprobs | None
 
 
 @dataclass(slots=True)
@@ -82,82 +112,106 @@ class TokenMerge:
     """Puts tokens of two workers in the order of their index. Pure."""
 
     next_index: int = 0
-    _early: dict[int, SampledToken] = field(default_factory=dict)
+    early: dict[int, Token] = field(default_factory=dict)
 
-    def push(self, token: SampledToken) -> list[SampledToken]:
+    def push(self, index: int, token: Token) -> list[Token]:
         """The tokens that are now in order; empty for a duplicate or one that comes early."""
-        if token.index >= self.next_index:
-            self._early.setdefault(token.index, token)
+        if index >= self.next_index:
+            self.early.setdefault(index, token)
         in_order = []
-        while (ready := self._early.pop(self.next_index, None)) is not None:
+        while (ready := self.early.pop(self.next_index, None)) is not None:
             in_order.append(ready)
             self.next_index += 1
         return in_order
 
-    @property
-    def has_hole(self) -> bool:
-        return bool(self._early)
-
 
 async def serve_sequence(
-    request: Request,
-    fleet: Fleet,
-    seqs: Iterator[int],
-    sink: TokenSink,
-    report: SequenceReport,
-    deadline_s: float,
-    unavailable_wait_s: float,
-    prefer: str = "",
+    job: SequenceJob, fleet: Fleet, seqs: Iterator[int], sink: TokenSink, report: SequenceReport
 ) -> None:
-    """Run one sequence to its end; tokens go to `sink`, everything else is in `report`. `prefer`: a prefill worker that
-    has the prompt in its cache.
+    """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
+
+    Tokens that `report` begins with are known to the client already: the sink gets those after them.
 
     Raises:
-        BatonError: the sequence did not finish; a token may already have been given to `sink`.
+        BatonError: the sequence did not finish; tokens may already have been given to `sink`.
     """
-    num_tokens = len(request.token_ids)
-    demand = Demand(num_tokens, num_tokens + request.num_tokens_left, await fleet.hash_prompt(request))
-    avoid: frozenset[str] = frozenset()
+    request, avoid, num_failed = continued(job.request, report.token_ids), frozenset[str](), 0
+    fingerprint = ""  # once tokens were sent, only the same model may go on
     while True:
-        until_s = min(deadline_s, time.monotonic() + unavailable_wait_s)
-        placed = await fleet.wait_for_place(demand, avoid, until_s, prefer)
-        attempt = _Attempt(replace(request, seq=next(seqs)), placed, sink, report, deadline_s)
+        until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
+        num_tokens = len(request.token_ids)
+        hashes = await fleet.hash_prompt(request)
+        demand = Demand(num_tokens, num_tokens + request.num_tokens_left, hashes, fingerprint=fingerprint)
+        placed = await fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+        attempt = Attempt(replace(request, seq=next(seqs)), placed, fleet, demand, sink, report, job.deadline_s)
+        num_before = report.num_tokens
         try:
-            await attempt.run(demand)
+            await attempt.run()
             return
         except Unavailable as error:
-            if report.num_tokens or report.num_retries == MAX_RETRIES:
+            num_failed = num_failed + 1 if report.num_tokens == num_before else 1
+            if num_failed > MAX_RETRIES or report.num_retries == MAX_MOVES:
                 raise
-            log.warning("sequence_retried", request_id=request.request_id, worker=attempt.blamed, reason=error.message)
+            log.warning(
+                "sequence_moved",
+                request_id=request.request_id,
+                worker=attempt.blamed,
+                num_tokens=report.num_tokens,
+                reason=error.message,
+            )
             avoid |= {attempt.blamed}
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2**report.num_retries, max(0.0, until_s - time.monotonic())))
             report.num_retries += 1
+        if report.num_tokens:
+            fingerprint = fingerprint or attempt.fingerprint
+            request = continued(job.request, report.token_ids)
+        if report.num_tokens == num_before:  # a stream that ran is not kept waiting, a failure that repeats itself is
+            pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
+            await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
 
 
-class _Attempt:
-    """One submission of a sequence to one pair of workers."""
+def continued(request: Request, token_ids: list[int]) -> Request:
+    """The same request, for a worker that goes on behind `token_ids`, which the client has."""
+    if not token_ids:
+        return request
+    return replace(request, token_ids=request.token_ids + tuple(token_ids), num_output_tokens=len(token_ids))
+
+
+class Attempt:
+    """One submission of a sequence to one pair of workers. A `Listener` of both Sessions."""
 
     def __init__(
-        self, request: Request, placed: Placed, sink: TokenSink, report: SequenceReport, deadline_s: float
+        self,
+        request: Request,
+        placed: Placed,
+        fleet: Fleet,
+        demand: Demand,
+        sink: TokenSink,
+        report: SequenceReport,
+        deadline_s: float,
     ) -> None:
         self._request = request
         self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
         self._plan = placed.plan
         self._local = placed.plan.choice.local
-        self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
+        self._fleet = fleet
+        self._demand = demand
         self._sink = sink
         self._report = report
         self._deadline_s = deadline_s
         self._inbox = Inbox()
-        self._merge = TokenMerge()
+        self._merge = TokenMerge(request.num_output_tokens)
+        self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
         self._may_hold: set[str] = set()  # workers that were not seen to end the sequence
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
         self._hold = Hold(0, 0)  # of prefill
         self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
         self.blamed = placed.prefill.worker_id  # whom to avoid when this attempt fails
+        self.fingerprint = ""  # of the workers' model
 
-    async def run(self, demand: Demand) -> None:
+    async def run(self) -> None:
+        """Returns when the answer is whole and counted. Raises: BatonError."""
+        demand = self._demand
         with ExitStack() as stack:
             num_lacking = self._plan.lacking_tokens
             if self._local:
@@ -171,18 +225,21 @@ class _Attempt:
     @contextmanager
     def _submitted(self) -> Iterator[None]:
         """Submit; on the way out cancel whatever was not seen to end."""
-        seq, loop = self._request.seq, asyncio.get_running_loop()
+        seq, loop, report = self._request.seq, asyncio.get_running_loop(), self._report
         self._may_hold = set(self._sessions)
         for session in self._sessions.values():
-            session.attach(seq, self._inbox)
-        ttl_s = self._deadline_s - time.monotonic()
-        deadline = loop.call_later(max(0.0, ttl_s), self._inbox.put, TimeIsUp())
-        self._report.submitted_s = time.monotonic()
-        self._report.prefill_worker, self._report.decode_worker = self._prefill.worker_id, self._decode.worker_id
+            session.attach(seq, self)
+        if self._prefill.session.view is not None:
+            self.fingerprint = self._prefill.session.view.opened.fingerprint
+        now_s = time.monotonic()
+        deadline = loop.call_later(max(0.0, self._deadline_s - now_s), self.put, TimeIsUp())
+        if not report.num_tokens:
+            report.submitted_s = now_s
+        report.prefill_worker, report.decode_worker = self._prefill.worker_id, self._decode.worker_id
         self._prefill.session.submit(
             self._request,
             None if self._local else self._decode.session.peer(),
-            ttl_ms=int(ttl_s * 1e3),
+            ttl_ms=int((self._deadline_s - now_s) * 1e3),
             pull_from=self._holder.session.peer() if self._holder is not None else None,
             pull_blocks=self._plan.pull.num_blocks if self._plan.pull is not None else 0,
         )
@@ -199,17 +256,17 @@ class _Attempt:
         while not self._complete():
             event = await self._inbox.get()
             match event:
-                case TokenArrived(worker, token):
-                    self._on_token(worker, token)
+                case AnswerIsWhole():
+                    pass
                 case SequenceEnded():
                     self._on_ended(event)
-                case SequenceRefused(worker, error):
+                case SequenceRefused(worker, error) | GaveUp(worker, error):
                     self._on_lost(worker, error)
                 case WorkerGone(worker, reason):
                     self._on_lost(worker, WorkerLost(f"{self._part(worker)} worker {worker} was lost: {reason}"))
                 case HoleIsOld(index):
                     self._on_old_hole(index)
-                case TimeIsUp() if self._report.finish is not FinishReason.NONE:
+                case TimeIsUp() if self._whole:
                     return
                 case TimeIsUp():
                     raise DeadlineExceeded(f"the call's time ran out after {self._report.num_tokens} tokens")
@@ -218,8 +275,15 @@ class _Attempt:
                 case AdoptionIsLate():
                     self._on_late_adoption()
 
+    def put(self, event: SequenceEvent) -> None:
+        self._inbox.put(event)
+
+    @property
+    def _whole(self) -> bool:
+        return self._report.finish is not FinishReason.NONE
+
     def _complete(self) -> bool:
-        return self._report.finish is not FinishReason.NONE and self._stats_in
+        return self._whole and self._stats_in
 
     def _part(self, worker: str) -> str:
         if self._local:
@@ -228,33 +292,52 @@ class _Attempt:
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
-    def _on_token(self, worker: str, token: SampledToken) -> None:
-        if self._report.finish is not FinishReason.NONE:
+    def on_token(
+        self, worker: str, index: int, token_id: int, finish: int, logprobs: Logprobs | None, now_s: float
+    ) -> None:
+        """Give what is now in order to the sink. Called by the Session's reader: raises nothing."""
+        report, merge = self._report, self._merge
+        if report.finish:
             return
-        self._hold.waiting_tokens = 0
-        for ready in self._merge.push(token):
-            if ready.finish is FinishReason.CANCELLED:  # by whom but us? Half an answer must not pass for a whole one
-                self._on_lost(worker, Unavailable(f"worker {worker} gave the sequence up"))
+        try:
+            if index == merge.next_index and not finish and not merge.early:  # nearly every token of a stream
+                merge.next_index = index + 1
+                self._clock(token_id, now_s)
+                if self._sink.token(index, token_id, FinishReason.NONE, logprobs):
+                    self._finish(FinishReason.NONE)
                 return
-            self._clock()
-            stop = self._sink.token(ready)
+            self._on_special_token(worker, index, Token(token_id, FinishReason(finish), logprobs), now_s)
+        except Exception:  # transport callback: what goes wrong with one answer must not take the Session along
+            log.exception("token_failed", request_id=self._request.request_id)
+            self._inbox.put(GaveUp(worker, Internal("an internal error ended the call")))
+
+    def _on_special_token(self, worker: str, index: int, token: Token, now_s: float) -> None:
+        """The last one, a repeated one, one that comes early, or one that fills a hole."""
+        merge, first_index = self._merge, self._merge.next_index
+        for token_index, ready in enumerate(merge.push(index, token), first_index):
+            if ready.finish is FinishReason.CANCELLED:  # by whom but us? Half an answer must not pass for a whole one
+                self._inbox.put(GaveUp(worker, Unavailable(f"worker {worker} gave the sequence up")))
+                return
+            self._clock(ready.token_id, now_s)
+            stop = self._sink.token(token_index, ready.token_id, ready.finish, ready.logprobs)
             if stop or ready.finish is not FinishReason.NONE:
                 self._finish(ready.finish)
                 return
-        if self._merge.has_hole:
+        if merge.early:
             self._watch_hole()
 
-    def _clock(self) -> None:
-        """Note the arrival of the next token in order."""
-        report, now_s = self._report, time.monotonic()
-        if report.num_tokens == 0:
-            report.first_token_s = now_s
-        else:
+    def _clock(self, token_id: int, now_s: float) -> None:
+        """Note the next token in order."""
+        report = self._report
+        if report.last_token_s:
             report.gaps_s.append(now_s - report.last_token_s)
-            if report.num_tokens == 1:
+            if not report.second_token_s:
                 report.second_token_s = now_s
+        else:
+            report.first_token_s = now_s
+        self._hold.waiting_tokens = 0
         report.last_token_s = now_s
-        report.num_tokens += 1
+        report.token_ids.append(token_id)
 
     def _finish(self, finish: FinishReason) -> None:
         """The answer is whole: by the engine's rules, or (NONE) by a stop string, after which the workers need not go on."""
@@ -262,6 +345,7 @@ class _Attempt:
         if finish is FinishReason.NONE:
             self._cancel_open()
         asyncio.get_running_loop().call_later(STATS_S, self._inbox.put, StatsAreLate())
+        self._inbox.put(AnswerIsWhole())
 
     def _cancel_open(self) -> None:
         """Send Cancel, once, to whoever was not seen to end the sequence."""
@@ -274,8 +358,9 @@ class _Attempt:
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, HoleIsOld(self._watched_index))
 
     def _on_old_hole(self, index: int) -> None:
-        if self._merge.next_index == index and self._report.finish is FinishReason.NONE:
-            worker = self._decode if self._merge.next_index else self._prefill
+        if self._merge.next_index == index and not self._whole:
+            first = index == self._request.num_output_tokens  # of this attempt: prefill samples it
+            worker = self._prefill if first else self._decode
             self.blamed = worker.worker_id
             raise WorkerLost(f"worker {worker.worker_id} left out token {index} for over {HOLE_S:g} s")
 
@@ -284,31 +369,36 @@ class _Attempt:
     def _on_ended(self, event: SequenceEnded) -> None:
         self._may_hold.discard(event.worker)
         if event.worker == self._prefill.worker_id:
-            self._report.stats = event.stats
-            if self._plan.pull is not None:
-                self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
-            self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
-            self._stats_in = True
-            if not self._local:
-                self._hold.used_tokens = 0
+            self._count(event)
         if event.outcome == worker_pb2.OUTCOME_FAILED:
             assert event.error is not None
             self._on_lost(event.worker, event.error)
-        elif event.outcome == worker_pb2.OUTCOME_CANCELLED and self._report.finish is FinishReason.NONE:
+        elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
             self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"))
         elif event.outcome == worker_pb2.OUTCOME_FINISHED:
             self._may_hold.clear()  # one that finishes on prefill has cancelled its ticket on decode
-            if self._report.finish is FinishReason.NONE:
+            if not self._whole:
                 self._watch_hole()  # the end overtook tokens, or they are lost
+
+    def _count(self, event: SequenceEnded) -> None:
+        """What prefill did. Of a continued sequence the first attempt's stay: those are of the prompt the client sent."""
+        if not self._request.num_output_tokens:
+            self._report.stats = event.stats
+        if self._plan.pull is not None:
+            self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
+        self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
+        self._stats_in = True
+        if not self._local:
+            self._hold.used_tokens = 0
 
     def _on_lost(self, worker: str, error: BatonError) -> None:
         """A worker will send nothing more. Fatal, unless what it still owed has come from it or from the other one."""
         self._may_hold.discard(worker)
         is_prefill = worker == self._prefill.worker_id
-        if self._report.finish is not FinishReason.NONE:
+        if self._whole:
             self._stats_in = self._stats_in or is_prefill
             return
-        if is_prefill and not self._local and self._report.num_tokens:
+        if is_prefill and not self._local and self._num_new:
             self._stats_in = True  # what it counted is in, or lost with it
             self._prefill_error = error
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, AdoptionIsLate())
@@ -320,6 +410,11 @@ class _Attempt:
 
     def _on_late_adoption(self) -> None:
         """Between adoption and token 1 lies one step of decode: who is silent for longer has not got the KV."""
-        if self._report.num_tokens == 1 and self._report.finish is FinishReason.NONE:
+        if self._num_new == 1 and not self._whole:
             assert self._prefill_error is not None
             raise self._prefill_error
+
+    @property
+    def _num_new(self) -> int:
+        """Tokens that came in this attempt."""
+        return self._merge.next_index - self._request.num_output_tokens

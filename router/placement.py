@@ -72,6 +72,7 @@ class Demand:
     prompt_tokens: int
     max_total_tokens: int  # prompt + max_tokens; the last one needs no KV
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks
+    fingerprint: str = ""  # of the only model that may serve it, since it made the tokens already sent; "" = any
 
 
 class Score(NamedTuple):
@@ -116,6 +117,8 @@ def place(
 ) -> Choice | NoPlace:
     """Choose the best pair; workers in `avoid` are taken only where nobody else is left, and among the rest those that
     prefill on `prefer`, which has this prompt in its cache, before any other."""
+    if demand.fingerprint:  # a worker that is away has none to show, and is a reason to wait
+        workers = [worker for worker in workers if worker.fingerprint in ("", demand.fingerprint)]
     ready = [worker for worker in workers if worker.state == "ready"]
     candidates = list(_candidates(ready, demand, local_prefill_tokens)) or list(_without_partner(workers, demand))
     candidates = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates

@@ -17,16 +17,16 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from baton.log import get_log
-from baton.request import FinishReason, Logprobs, Request, SampledToken
+from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, error_from_pb, request_to_pb
-from router.events import Inbox, SequenceEnded, SequenceRefused, TokenArrived, WorkerGone
+from router.events import Listener, SequenceEnded, SequenceRefused, WorkerGone
 from router.prefix_index import PrefixIndex, PrefixRoot
 from router.rates import Rates
 
@@ -35,6 +35,8 @@ log = get_log("router.session")
 MIN_BACKOFF_S = 0.1  # first retry: a restarting gRPC server answers within one heartbeat (0.5 s, DESIGN section 5)
 MAX_BACKOFF_S = 2.0  # a worker that returns is seen within the 5 s of the peer-restart cases
 MAX_MESSAGE_BYTES = 64 << 20  # a Step with 20 logprobs for 64 sequences is under 1 MiB; a Request of 1M ids is 5 MiB
+
+NO_LOGPROBS: Mapping[int, Logprobs] = {}
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -106,7 +108,7 @@ class WorkerSession:
         self._liveness = liveness
         self._on_change = on_change
         self._want_kv = want_kv
-        self._inboxes: dict[int, Inbox] = {}
+        self._listeners: dict[int, Listener] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest | None] = (
             asyncio.Queue()
         )  # None ends the stream's requests
@@ -214,26 +216,26 @@ class WorkerSession:
     def _lose(self, reason: str) -> None:
         self.view = None
         self.reason = reason
-        inboxes, self._inboxes = self._inboxes, {}
-        for inbox in inboxes.values():
-            inbox.put(WorkerGone(self.worker_id, reason))
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.put(WorkerGone(self.worker_id, reason))
         self._on_change()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def attach(self, seq: int, inbox: Inbox) -> None:
-        """Deliver what this worker says of `seq` to `inbox`, until `detach`."""
+    def attach(self, seq: int, listener: Listener) -> None:
+        """Tell `listener` all that this worker says of `seq`, until `detach`."""
         if self.view is None:
-            inbox.put(WorkerGone(self.worker_id, self.reason))
+            listener.put(WorkerGone(self.worker_id, self.reason))
             return
-        self._inboxes[seq] = inbox
+        self._listeners[seq] = listener
 
     def detach(self, seq: int) -> None:
-        self._inboxes.pop(seq, None)
+        self._listeners.pop(seq, None)
 
     @property
     def num_attached(self) -> int:
-        return len(self._inboxes)
+        return len(self._listeners)
 
     def submit(
         self,
@@ -283,8 +285,8 @@ class WorkerSession:
         elif kind == "ended":
             self._on_ended(event.ended)
         elif kind == "refused":
-            if inbox := self._inboxes.pop(event.refused.seq, None):
-                inbox.put(SequenceRefused(self.worker_id, error_from_pb(event.refused.error)))
+            if listener := self._listeners.pop(event.refused.seq, None):
+                listener.put(SequenceRefused(self.worker_id, error_from_pb(event.refused.error)))
         elif kind == "heartbeat":
             self._on_load(event.heartbeat.load)
             if self.view is not None and event.heartbeat.HasField("kv"):
@@ -330,25 +332,23 @@ class WorkerSession:
             self._on_change()
 
     def _on_step(self, step: worker_pb2.Step) -> None:
-        logprobs = {entry.entry: entry for entry in step.logprobs}
-        for entry, seq in enumerate(step.seq):
-            if inbox := self._inboxes.get(seq):
-                token = SampledToken(
-                    seq=seq,
-                    index=step.index[entry],
-                    token=step.token[entry],
-                    finish=FinishReason(step.flags[entry]),
-                    logprobs=_logprobs(logprobs.get(entry)),
-                )
-                inbox.put(TokenArrived(self.worker_id, token))
+        """The hot path: one message per engine step, one call per token."""
+        now_s = time.monotonic()
+        listeners, worker_id = self._listeners, self.worker_id
+        logprobs = {entry.entry: _logprobs(entry) for entry in step.logprobs} if step.logprobs else NO_LOGPROBS
+        for entry, (seq, index, token_id, flags) in enumerate(
+            zip(step.seq, step.index, step.token, step.flags, strict=True)
+        ):
+            if (listener := listeners.get(seq)) is not None:
+                listener.on_token(worker_id, index, token_id, flags, logprobs.get(entry), now_s)
         for ended in step.ended:
             self._on_ended(ended)
         if step.HasField("load"):
             self._on_load(step.load)
 
     def _on_ended(self, ended: worker_pb2.Ended) -> None:
-        if inbox := self._inboxes.pop(ended.seq, None):
-            inbox.put(
+        if listener := self._listeners.pop(ended.seq, None):
+            listener.put(
                 SequenceEnded(
                     worker=self.worker_id,
                     outcome=ended.outcome,
@@ -365,7 +365,5 @@ def _being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _logprobs(entry: worker_pb2.TokenLogprobs | None) -> Logprobs | None:
-    if entry is None:
-        return None
+def _logprobs(entry: worker_pb2.TokenLogprobs) -> Logprobs:
     return Logprobs(entry.logprob, tuple(entry.top_ids), tuple(entry.top_logprobs))

@@ -17,7 +17,7 @@ from baton.config import ControllerConfig
 from baton.errors import BatonError, Unavailable
 from baton.ids import new_router_epoch
 from baton.log import get_log
-from baton.request import Role
+from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
 from router.controller.fleet_state import Announcement, Fleet, Member
@@ -146,7 +146,7 @@ class Controller:
         if session is None or session.view is None:
             reason = session.reason if session else "it has not announced itself"
             raise Unavailable(f"{worker_id} is away ({reason})", retry_after_s=_ORDER_S)
-        answers = Inbox()
+        answers = _Answers()
         session.attach(_CONTROLLER_SEQ, answers)
         refusal = asyncio.create_task(answers.get())
         try:
@@ -227,6 +227,15 @@ class Controller:
         woken = asyncio.create_task(self._changed.wait())
         await asyncio.wait({woken, other}, return_when=asyncio.FIRST_COMPLETED)
         woken.cancel()
+
+
+class _Answers(Inbox):
+    """What workers say to orders; orders make no tokens."""
+
+    def on_token(
+        self, worker: str, index: int, token_id: int, finish: int, logprobs: Logprobs | None, now_s: float
+    ) -> None:
+        log.error("token_for_nobody", worker=worker, index=index)
 
 
 def _refusal(worker_id: str, event: SequenceEvent) -> BatonError:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from baton.request import SampledToken
+from baton.request import FinishReason
 from baton.slo import Verdict
 from baton.v1 import control_pb2
 from router.admission import Admission, Shed
 from router.call_spec import CallLabels
-from router.handoff import TokenMerge
+from router.handoff import Token, TokenMerge
 from router.labels import labels_from
 from router.slo_watch import SloWatch
 
@@ -22,20 +22,22 @@ def test_tokens_come_out_once_and_in_order_whatever_order_and_copies_they_came_i
     count, arrivals = drawn
     merge = TokenMerge()
     out = [
-        token.index
-        for index in [*arrivals, *reversed(range(count))]
-        for token in merge.push(SampledToken(seq=1, index=index, token=index))
+        token.token_id for index in [*arrivals, *reversed(range(count))] for token in merge.push(index, _token(index))
     ]
     assert out == list(range(count))
-    assert not merge.has_hole
+    assert not merge.early
 
 
 def test_a_token_that_comes_early_is_a_hole_until_the_missing_one_comes() -> None:
     merge = TokenMerge()
-    assert merge.push(SampledToken(1, 1, 11)) == []
-    assert merge.has_hole
-    assert [token.token for token in merge.push(SampledToken(1, 0, 10))] == [10, 11]
-    assert not merge.has_hole
+    assert merge.push(1, _token(11)) == []
+    assert merge.early
+    assert [token.token_id for token in merge.push(0, _token(10))] == [10, 11]
+    assert not merge.early
+
+
+def _token(token_id: int) -> Token:
+    return Token(token_id, FinishReason.NONE, None)
 
 
 def test_the_retry_hint_is_the_time_until_one_of_the_running_calls_ends() -> None:
