@@ -3,6 +3,7 @@
     BatonError
     ├── InvalidRequest(field, limit)     the caller's fault        INVALID_ARGUMENT    400
     ├── NotFound                         no such model, id, path   NOT_FOUND           404
+    ├── AlreadyExists                    such a call runs already  ALREADY_EXISTS      409
     ├── Overloaded(retry_after_s)        capacity                  RESOURCE_EXHAUSTED  429
     ├── DeadlineExceeded                 the call's time is over   DEADLINE_EXCEEDED   504
     ├── Cancelled                        the caller left           CANCELLED           499
@@ -51,6 +52,12 @@ class NotFound(BatonError):
     code = "not_found"
     grpc_code = "NOT_FOUND"
     http_status = 404
+
+
+class AlreadyExists(BatonError):
+    code = "already_exists"
+    grpc_code = "ALREADY_EXISTS"
+    http_status = 409
 
 
 class Overloaded(BatonError):
@@ -109,7 +116,7 @@ class Internal(BatonError):
 _BY_CODE: dict[str, type[BatonError]] = {
     kind.code: kind
     for kind in (
-        InvalidRequest, NotFound, Overloaded, DeadlineExceeded, Cancelled, Unavailable,
+        InvalidRequest, NotFound, AlreadyExists, Overloaded, DeadlineExceeded, Cancelled, Unavailable,
         WorkerLost, TransferFailed, PeerRefused, ConfigError, Internal,
     )
 }  # fmt: skip

@@ -53,6 +53,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """Of a call that its client may resume: what workers keep of it goes by `key` and lasts for `window_s`."""
+
+    key: bytes  # made by routers of tenant and request_id (router/resume.py); opaque to workers
+    window_s: float  # after the sequence ended or lost its router
+    router_state: bytes = b""  # the router's own; opaque to workers
+    generation: int = 0  # how often the call was resumed
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to be generated."""
 
@@ -64,6 +74,7 @@ class Request:
     slo_class: str = "interactive"
     tenant_salt: bytes = b""
     request_id: str = ""
+    resumption: Resumption | None = None  # None: nothing is kept for a client that comes back
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.errors import BatonError, InvalidRequest, error_from_code
 from baton.kv_layout import KVLayout
-from baton.request import Request, SamplingParams
+from baton.request import Request, Resumption, SamplingParams
 from baton.v1 import kv_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -38,7 +38,21 @@ def request_to_pb(request: Request) -> worker_pb2.Request:
         tenant_salt=request.tenant_salt,
         request_id=request.request_id,
         num_output_tokens=request.num_output_tokens,
+        resumption=_resumption_to_pb(request.resumption) if request.resumption is not None else None,
     )
+
+
+def _resumption_to_pb(resumption: Resumption) -> worker_pb2.Resumption:
+    return worker_pb2.Resumption(
+        key=resumption.key,
+        window_ms=int(resumption.window_s * 1e3),
+        generation=resumption.generation,
+        router_state=resumption.router_state,
+    )
+
+
+def _resumption_from_pb(message: worker_pb2.Resumption) -> Resumption:
+    return Resumption(message.key, message.window_ms / 1e3, message.router_state, message.generation)
 
 
 def request_from_pb(message: worker_pb2.Request) -> Request:
@@ -80,6 +94,7 @@ def request_from_pb(message: worker_pb2.Request) -> Request:
         slo_class=message.slo_class,
         tenant_salt=message.tenant_salt,
         request_id=message.request_id,
+        resumption=_resumption_from_pb(message.resumption) if message.HasField("resumption") else None,
     )
     if request.num_tokens_left < 1:
         raise InvalidRequest("max_tokens leaves nothing to generate; the limit is at least 1", field="max_tokens")
