@@ -19,6 +19,7 @@ from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
 from router.flow_back import Plan, plan
+from router.health import Health, judge
 from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
 from router.prefix_index import Hashes, hash_prompt
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -57,14 +58,16 @@ class Hold:
 class Endpoint:
     """A worker as the router sees it."""
 
-    def __init__(self, session: WorkerSession, role: Role) -> None:
+    def __init__(self, session: WorkerSession, role: Role, health: Health) -> None:
         self.session = session
+        self.health = health  # outlives the Endpoint where the worker comes back at another address
         self.told_draining = False  # by the controller, before the worker says so itself
         self.last_chosen = 0
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
         self._role = role  # the last one known
         self._holds: dict[int, Hold] = {}  # by id()
         self._peers_sent: tuple[WorkerView | None, list[worker_pb2.Peer]] = (None, [])  # in which Session, and whom
+        self._judged: WorkerView | None = None  # the Session that `health` knows of
 
     @property
     def worker_id(self) -> str:
@@ -77,9 +80,12 @@ class Endpoint:
 
     @property
     def state(self) -> str:
-        if self.session.state == "ready" and self.told_draining:
+        state = self.session.state
+        if state != "ready":
+            return state
+        if self.told_draining:
             return "draining"
-        return self.session.state
+        return "ready" if self.health.takes_calls(len(self._holds), time.monotonic()) else "ejected"
 
     @property
     def num_inflight(self) -> int:
@@ -103,14 +109,15 @@ class Endpoint:
             return WorkerSnapshot(
                 self.worker_id, 0, self.role, self.state, reason=f"{self.state}: {self.session.reason}"
             )
-        load, opened = view.load, view.opened
+        load, opened, state = view.load, view.opened, self.state
         held = list(self._holds.values())
         reported_used = (load.active_blocks + load.reserved_blocks) * opened.block_size
         return WorkerSnapshot(
             worker_id=self.worker_id,
             epoch=opened.epoch,
             role=self.role,
-            state=self.state,
+            state=state,
+            reason=f"ejected: {self.health.reason}" if state == "ejected" else "",
             fingerprint=opened.fingerprint,
             pool_tokens=opened.num_blocks * opened.block_size,
             # The worker's report lags by up to a step, ours ignores other routers: the larger one is nearer the truth.
@@ -136,6 +143,21 @@ class Endpoint:
         assert self.session.view is not None
         self.opened = self.session.view.opened
         self._role = self.role
+
+    def tell_health(self, now_s: float) -> None:
+        """Let the breaker know of Sessions lost and opened."""
+        view, before = self.session.view, self._judged
+        self._judged = view
+        if view is not before and before is not None:
+            self.health.lost(now_s)
+        if view is not before and view is not None:
+            self.health.returned(now_s)
+
+    def leave(self, now_s: float) -> None:
+        """Its Session is about to be closed: a successor at another address starts with this loss."""
+        if self._judged is not None:
+            self.health.lost(now_s)
+            self._judged = None
 
     def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
         """Tell the worker whom it may hand over to, once per Session (with which it forgets them) and change."""
@@ -182,13 +204,16 @@ class Fleet:
         """Make the fleet exactly these workers."""
         self.known = True
         wanted = {record.worker_id: record for record in records if record.address}
+        known = {worker_id: endpoint.health for worker_id, endpoint in self._endpoints.items()}
         for worker_id, endpoint in list(self._endpoints.items()):
             record = wanted.get(worker_id)
             if record is None or record.address != endpoint.session.address:
+                endpoint.leave(time.monotonic())
                 self._close(worker_id)
         for worker_id, record in wanted.items():
             if worker_id not in self._endpoints:
-                self._open(worker_id, worker_id, record.address, Role(record.role or Role.BOTH))
+                role = Role(record.role or Role.BOTH)
+                self._open(worker_id, worker_id, record.address, role, known.get(worker_id))
             self._endpoints[worker_id].told_draining = record.state == "draining"
         self._starting = [
             WorkerSnapshot(record.worker_id, 0, Role(record.role or Role.BOTH), "connecting", reason=record.state)
@@ -197,9 +222,9 @@ class Fleet:
         ]
         self._on_change()
 
-    def _open(self, key: str, worker_id: str, address: str, role: Role) -> None:
+    def _open(self, key: str, worker_id: str, address: str, role: Role, health: Health | None = None) -> None:
         session = WorkerSession(worker_id, address, self._identity, self._liveness, self._on_change)
-        self._endpoints[key] = Endpoint(session, role)
+        self._endpoints[key] = Endpoint(session, role, health or Health(self._judge))
         session.start()
         log.info("endpoint_added", worker=worker_id, address=address)
 
@@ -221,14 +246,26 @@ class Fleet:
         return list(self._endpoints.values())
 
     def _on_change(self) -> None:
-        """Introduce workers to each other and wake whoever waits for a place."""
+        """Introduce workers to each other, judge them and wake whoever waits for a place."""
+        now_s = time.monotonic()
         for endpoint in self.endpoints:
+            endpoint.tell_health(now_s)
             if endpoint.session.view is not None:
                 endpoint.remember()
                 if endpoint.role is Role.PREFILL:
                     endpoint.send_peers(self._peers_of(endpoint))
+        self._judge()
+
+    def _judge(self) -> None:
+        """Settle who is ejected, and wake whoever waits for a place."""
+        judge([[endpoint.health for endpoint in pool] for pool in self._pools()])
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _pools(self) -> list[list[Endpoint]]:
+        """Who may take calls, by what they can do; a `both` worker is in two."""
+        able = [e for e in self.endpoints if e.session.state == "ready" and not e.told_draining]
+        return [[e for e in able if e.role in (role, Role.BOTH)] for role in (Role.PREFILL, Role.DECODE)]
 
     def _peers_of(self, prefill: Endpoint) -> list[worker_pb2.Peer]:
         """Of other fingerprints too: Hello refuses them once, and says which field differs."""
