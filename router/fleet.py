@@ -19,7 +19,7 @@ from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
 from router.flow_back import Plan, plan
-from router.health import Health, judge
+from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
 from router.prefix_index import Hashes, hash_prompt
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -62,12 +62,14 @@ class Endpoint:
         self.session = session
         self.health = health  # outlives the Endpoint where the worker comes back at another address
         self.told_draining = False  # by the controller, before the worker says so itself
+        self.shape = ""  # of its hardware, as the controller says
         self.last_chosen = 0
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
         self._role = role  # the last one known
         self._holds: dict[int, Hold] = {}  # by id()
         self._peers_sent: tuple[WorkerView | None, list[worker_pb2.Peer]] = (None, [])  # in which Session, and whom
         self._judged: WorkerView | None = None  # the Session that `health` knows of
+        self._sampled = (0, 0)  # steps and prompt tokens of the worker's life at the last sample
 
     @property
     def worker_id(self) -> str:
@@ -153,6 +155,16 @@ class Endpoint:
         if view is not before and view is not None:
             self.health.returned(now_s)
 
+    def sample_step(self) -> None:
+        """Note how long its steps take, where none of the last ones computed a prompt: those have any length."""
+        view = self.session.view
+        if view is None:
+            return
+        last, self._sampled = self._sampled, (view.load.num_steps, view.load.prompt_tokens_computed)
+        num_steps, num_prompt_tokens = self._sampled
+        if num_steps > last[0] and num_prompt_tokens == last[1] and view.load.num_running:
+            self.health.stepped(view.load.num_running, 1e-3 * view.load.step_ms)
+
     def leave(self, now_s: float) -> None:
         """Its Session is about to be closed: a successor at another address starts with this loss."""
         if self._judged is not None:
@@ -189,6 +201,8 @@ class Fleet:
         self._serial = itertools.count(1)
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._demoted: frozenset[str] = frozenset()  # slow ones, for when nobody else is left
+        self._window_ends_s = 0.0  # of the comparison of workers with their peers
         self._starting: list[WorkerSnapshot] = []  # wanted by the controller, not announced yet
 
     # -- who is there ------------------------------------------------------------------------------------------------
@@ -215,6 +229,7 @@ class Fleet:
                 role = Role(record.role or Role.BOTH)
                 self._open(worker_id, worker_id, record.address, role, known.get(worker_id))
             self._endpoints[worker_id].told_draining = record.state == "draining"
+            self._endpoints[worker_id].shape = record.shape
         self._starting = [
             WorkerSnapshot(record.worker_id, 0, Role(record.role or Role.BOTH), "connecting", reason=record.state)
             for record in records
@@ -261,6 +276,28 @@ class Fleet:
         judge([[endpoint.health for endpoint in pool] for pool in self._pools()])
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def tick(self, now_s: float) -> None:
+        """Compare workers with their peers, and let ejected ones be tried once their backoff is over. Call it a few times
+        a second."""
+        for endpoint in self.endpoints:
+            endpoint.sample_step()
+        if now_s >= self._window_ends_s:
+            self._window_ends_s = now_s + PACE_WINDOW_S
+            for peers in self._alike():
+                judge_pace([endpoint.health for endpoint in peers], now_s)
+        self._demoted = frozenset(e.worker_id for e in self.endpoints if e.health.is_demoted(now_s))
+        if any(endpoint.health.is_open for endpoint in self.endpoints):
+            self._judge()
+
+    def _alike(self) -> Iterable[list[Endpoint]]:
+        """Workers that may be expected to be equally fast."""
+        groups: dict[tuple[str, str, Role], list[Endpoint]] = {}
+        for endpoint in self.endpoints:
+            if endpoint.opened is not None:
+                key = (endpoint.opened.fingerprint, endpoint.shape, endpoint.role)
+                groups.setdefault(key, []).append(endpoint)
+        return groups.values()
 
     def _pools(self) -> list[list[Endpoint]]:
         """Who may take calls, by what they can do; a `both` worker is in two."""
@@ -321,6 +358,7 @@ class Fleet:
         Raises:
             Unavailable: nobody came, or nobody ever can.
         """
+        avoid |= self._demoted
         while True:
             workers, local_tokens = self.snapshots(demand.hashes), self._local_prefill_tokens
             found = place(workers, demand, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,8 +112,9 @@ class FrontEnd:
         log.info("router_stopped")
 
     async def _follow_readiness(self) -> None:
-        """Tell gRPC health what /readyz says."""
+        """Tell gRPC health what /readyz says, and let the fleet judge its workers."""
         while True:
+            self.fleet.tick(time.monotonic())
             await self._grpc.set_ready(not self.calls.unready_reason())
             await asyncio.sleep(READINESS_S)
 

@@ -144,7 +144,7 @@ class Health:
             return
         self._slow_windows = self._slow_windows + 1 if ratio >= EJECT_RATIO else 0
         self._demoted_until_s = now_s + DEMOTED_S if ratio >= DEMOTE_RATIO else 0.0
-        if self._slow_windows == 2 and num_peers > 1 and not self._is_open:  # of two, who is the odd one?
+        if self._slow_windows >= 2 and num_peers > 1 and not self._is_open:  # of two, who is the odd one?
             self._slow_windows = 0
             self._open(f"its {what} takes {ratio:.1f} times that of its peers", now_s)
 
