@@ -360,11 +360,18 @@ class Fleet:
         """
         avoid |= self._demoted
         while True:
-            workers, local_tokens = self.snapshots(demand.hashes), self._local_prefill_tokens
-            found = place(workers, demand, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
-            if isinstance(found, Choice):
-                return self._take(plan(found, demand, workers, local_prefill_tokens=local_tokens, avoid=avoid))
+            found = self.find_place(demand, avoid, prefer)
+            if isinstance(found, Placed):
+                return found
             await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)
+
+    def find_place(self, demand: Demand, avoid: frozenset[str], prefer: str = "") -> Placed | NoPlace:
+        """Choose workers that could take the sequence now."""
+        workers, local_tokens = self.snapshots(demand.hashes), self._local_prefill_tokens
+        found = place(workers, demand, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
+        if isinstance(found, NoPlace):
+            return found
+        return self._take(plan(found, demand, workers, local_prefill_tokens=local_tokens, avoid=avoid))
 
     def _take(self, plan: Plan) -> Placed:
         by_id = {endpoint.worker_id: endpoint for endpoint in self.endpoints}
