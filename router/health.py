@@ -69,6 +69,7 @@ class Health:
         self.opened_s = 0.0
         self.pace = Pace()
         self._on_open = on_open
+        self._is_up = True
         self._is_open = False
         self._until_s = 0.0  # of the backoff
         self._closed_s = 0.0
@@ -87,8 +88,11 @@ class Health:
             self._is_open, self.ejected, self._closed_s = False, False, now_s
 
     def failed(self, error: BatonError, now_s: float) -> None:
-        """A sequence failed, and this worker is the one to blame if anybody is: `error` says whether it counts."""
-        if not is_worker_fault(error):
+        """A sequence failed, and this worker is the one to blame if anybody is: `error` says whether it counts.
+
+        What fails with a lost Session is that one event (`lost`), however many calls there were.
+        """
+        if not self._is_up or not is_worker_fault(error):
             return
         self._failed.append(True)
         if self._is_open:
@@ -102,11 +106,13 @@ class Health:
             self._open(f"{sum(self._failed)} of its last {len(self._failed)} calls failed: {error.message}", now_s)
 
     def lost(self, now_s: float) -> None:
-        """Its Session broke; what failed with it is this one event, so those calls are not reported to `failed`."""
+        """Its Session broke."""
+        self._is_up = False
         self._losses_s.append(now_s)
 
     def returned(self, now_s: float) -> None:
         """A new Session is open: a fresh start, unless it comes and goes."""
+        self._is_up = True
         self._failed.clear()
         if len(self._losses_s) == LOSSES and now_s - self._losses_s[0] < LOSS_WINDOW_S:
             self._open(f"it was lost {LOSSES} times in {now_s - self._losses_s[0]:.0f} s", now_s)

@@ -174,6 +174,14 @@ def test_one_restart_costs_no_trust_and_many_cost_ever_more() -> None:
     assert "was lost" in worker.reason
 
 
+def test_a_death_is_one_event_however_many_calls_it_ends() -> None:
+    pool = Pool(2)
+    pool.workers[0].lost(1.0)
+    pool.crash(0, 1.0, times=50)
+    pool.workers[0].returned(6.0)
+    assert not pool.workers[0].is_open
+
+
 def test_what_failed_before_a_restart_is_forgotten_with_it() -> None:
     pool = Pool(2)
     pool.crash(0, 1.0, times=2)
