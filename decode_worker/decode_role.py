@@ -94,8 +94,12 @@ class DecodeRole:
         if decode.state is State.RUNNING:
             self._end(decode, worker_pb2.OUTCOME_CANCELLED, FinishReason.CANCELLED)
         else:
+            self._ended.add(seq, self._ports.now_s())
             self._give_up(decode, Cancelled("the router cancelled the call"))
         return True
+
+    def on_reroute(self, seq: int, peer: str) -> bool:
+        return False  # nothing is handed over from here
 
     def on_router_lost(self, router_epoch: int) -> None:
         for seq, decode in list(self._open.items()):
@@ -103,7 +107,10 @@ class DecodeRole:
                 self.on_cancel(seq)
 
     def _refusal(self, seq: int) -> BatonError | None:
-        if seq in self._open:
+        decode = self._open.get(seq)
+        if decode is not None and decode.state is State.CLOSING:
+            return Unavailable("an earlier ticket of this seq is still being given up", retry_after_s=1.0)
+        if decode is not None:
             return InvalidRequest("seq is already open on this worker", field="seq")
         if seq in self._ended:
             return InvalidRequest("seq was used on this worker before", field="seq")
@@ -327,6 +334,7 @@ class DecodeRole:
             ),
         )
         self._ports.sessions.ended(message)
+        self._ended.add(decode.request.seq, self._ports.now_s())
         self._forget(decode)
 
     def _give_up(self, decode: Decode, error: BatonError) -> None:
@@ -351,7 +359,6 @@ class DecodeRole:
     def _forget(self, decode: Decode) -> None:
         self._ports.engine.drop(decode.request.seq)
         del self._open[decode.request.seq]
-        self._ended.add(decode.request.seq, self._ports.now_s())
 
     def _send_ticket_lost(self, peer: str, seq: int, generation: int, error: BatonError) -> None:
         lost = kv_pb2.TicketLost(seq=seq, generation=generation, error=error_to_pb(error))

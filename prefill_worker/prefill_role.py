@@ -13,27 +13,41 @@ On a worker that decodes, too, a prompt for a peer of a higher epoch goes 1 -> 4
 then part of 4 and 5. So block pools are taken in the order of their workers' epochs, and workers that fill each other's pools
 never wait in a circle (Havender 1968: resources asked for in one order cannot deadlock).
 
-Every state may go to 7 by cancel, deadline, lost link, lost router or an engine error; the router gets exactly one Ended.
+Every state may go to 7 by cancel, deadline, lost router or an engine error; the router gets exactly one Ended.
+
+Where decode dies, refuses or does not acknowledge, the router is told (HandoffLost) and may name another decode worker
+(Reroute), also before we notice. Meanwhile a prompt in 1 and 2 waits in 1, out of the queue; 3 and 4 go on; 5 and 6 hold the
+KV in 5, so it is shipped again and not computed again. A lease without an answer, and the sequence fails. A rerouted one asks
+with its own blocks taken, whatever the epochs' order, so its wait for a Grant is bounded by the transfer timeout.
+
 Blocks belong to the engine from 4 on and are dropped once, after the KV plane has said that it reads them no more.
 Runs on the worker's event loop; never blocks.
 """
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from baton.config import WorkerConfig
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Internal, InvalidRequest, Overloaded, TransferFailed
-from baton.request import FinishReason, Request, SampledToken
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PeerRefused,
+    TransferFailed,
+)
+from baton.request import FinishReason, Request
 from baton.request import Role as RoleKind
 from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import error_from_pb, error_to_pb, request_to_pb
-from engine.ports import ChunkDone, PrefillEnded, SequenceStats, StepResult
+from engine.ports import ChunkDone, PrefillEnded, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
+from prefill_worker.prefill import Prefill, State
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
 from worker.block_puller import BlockPuller, Pulled
 from worker.links import peer_epoch
@@ -43,57 +57,6 @@ from worker.tombstones import Tombstones
 # Of transfer_timeout_s, which bounds moving a whole prompt: a pull that takes longer than half of it is worth less than
 # computing at once, and the prompt's own handoff is still to come.
 PULL_TIMEOUT_SHARE = 0.5
-
-
-class State(enum.IntEnum):
-    QUEUED = 1
-    RESERVING = 2
-    PULLING = 3
-    PREFILLING = 4
-    SHIPPING = 5
-    COMMITTING = 6
-    CLOSING = 7
-
-
-@dataclass(slots=True)
-class Prefill:
-    """One prompt. Times are the worker's monotonic clock, seconds."""
-
-    request: Request
-    peer: str  # link key of the decode worker
-    arrival_s: float
-    deadline_s: float
-    pull: PullSource | None = None
-    state: State = State.QUEUED
-    started_s: float | None = None  # left the queues: nothing to wait for but a pull and the engine
-    reserve_sent_s: float | None = None
-    reserve_wait_s: float = 0.0
-    granted_s: float = 0.0
-    ticket: kv_pb2.Ticket | None = None
-    in_plane: bool = False  # the KV plane may read the blocks
-    block_ids: tuple[int, ...] = ()
-    num_computed_tokens: int = 0
-    first: SampledToken | None = None
-    ship_started_s: float | None = None
-    prefill_ended_s: float = 0.0
-    num_resends: int = 0
-    nbytes: int = 0
-    pulled: Pulled = field(default_factory=Pulled)
-    stats: SequenceStats = field(default_factory=SequenceStats)
-
-    @property
-    def needs_decode(self) -> bool:
-        return self.request.num_tokens_left > 1
-
-    @property
-    def awaits_grant(self) -> bool:
-        return self.reserve_sent_s is not None and self.ticket is None and self.state is not State.CLOSING
-
-    @property
-    def queued(self) -> Queued:
-        request = self.request
-        peer = self.peer if self.needs_decode else ""
-        return Queued(request.seq, peer, len(request.token_ids), request.priority, self.arrival_s)
 
 
 _order = attrgetter("order")
@@ -140,6 +103,22 @@ class PrefillRole:
         self._open[request.seq] = prefill
         insort(self._queue, prefill.queued, key=_order)
         self._start_queued()
+
+    def on_reroute(self, seq: int, peer: str) -> bool:
+        prefill = self._open.get(seq)
+        if prefill is None or prefill.state is State.CLOSING or not prefill.needs_decode:
+            return False
+        if prefill.lost is None:
+            if prefill.peer == peer:
+                return True
+            self._leave_decode(prefill, "rerouted", FailureReason.PEER_LOST)
+        prefill.peer, prefill.lost = peer, None
+        if prefill.state is State.QUEUED:
+            insort(self._queue, prefill.queued, key=_order)
+        else:
+            self._reserve_late(prefill)
+        self._start_queued()
+        return True
 
     def _refusal(self, seq: int) -> BatonError | None:
         if seq in self._open:
@@ -208,13 +187,19 @@ class PrefillRole:
         prefill.reserve_sent_s = now_s if sent else None
         return sent
 
+    def _reserve_late(self, prefill: Prefill) -> None:
+        """Ask decode for a prompt that has its own blocks."""
+        lacks_decode = prefill.needs_decode and prefill.lost is None and prefill.reserve_sent_s is None
+        if lacks_decode and prefill.block_ids and prefill.state is not State.CLOSING:
+            self._reserve(prefill, self._ports.now_s())
+
     def _on_grant(self, prefill: Prefill, ticket: kv_pb2.Ticket) -> None:
         prefill.ticket = ticket
         prefill.granted_s = self._ports.now_s()
         prefill.reserve_wait_s = prefill.granted_s - (prefill.reserve_sent_s or prefill.granted_s)
         if prefill.state is State.RESERVING:
             self._pull(prefill)
-        else:
+        elif not prefill.in_plane:
             self._open_transfer(prefill, ticket)
             self._ship_ready(prefill)
         self._start_queued()
@@ -274,8 +259,7 @@ class PrefillRole:
             return
         prefill.block_ids = chunk.block_ids
         prefill.num_computed_tokens = chunk.num_computed_tokens
-        if prefill.needs_decode and prefill.reserve_sent_s is None:
-            self._reserve(prefill, self._ports.now_s())
+        self._reserve_late(prefill)
         self._ship_ready(prefill)
 
     def _on_prefilled(self, prefilled: PrefillEnded) -> None:
@@ -294,7 +278,7 @@ class PrefillRole:
 
     def _ship_ready(self, prefill: Prefill) -> None:
         """Let go what is computed, where decode has granted."""
-        if not prefill.in_plane:
+        if not prefill.is_shipping:
             return
         last = prefill.state is State.SHIPPING
         num_ready_blocks = len(prefill.block_ids) if last else prefill.num_computed_tokens // self._block_size
@@ -317,7 +301,7 @@ class PrefillRole:
         )
         if not self._ports.links.send(prefill.peer, kv_pb2.LinkMessage(commit=commit)):
             error = TransferFailed("the link to the decode worker went away before Commit")
-            self._fail(prefill, error, FailureReason.PEER_LOST)
+            self._lose_decode(prefill, error, FailureReason.PEER_LOST)
 
     # --- the KV plane ---
 
@@ -328,14 +312,17 @@ class PrefillRole:
         if prefill is None:
             return False
         if isinstance(event, Shipped):
-            if prefill.state is State.SHIPPING:
+            if prefill.state is State.SHIPPING and prefill.is_shipping:
                 self._on_shipped(prefill, event)
             return True
-        prefill.in_plane = False
+        was_asked, prefill.in_plane, prefill.leaves_plane = prefill.leaves_plane, False, False
         if prefill.state is State.CLOSING:
             self._forget(prefill)
-        else:
-            self._fail(prefill, TransferFailed(f"KV transfer ended early: {event.reason}"))
+        elif not was_asked:
+            self._lose_decode(prefill, TransferFailed(f"KV transfer ended early: {event.reason}"))
+        elif prefill.ticket is not None:  # of another decode worker, which has granted meanwhile
+            self._open_transfer(prefill, prefill.ticket)
+            self._ship_ready(prefill)
         self._start_queued()
         return True
 
@@ -349,7 +336,7 @@ class PrefillRole:
             prefill = self._at(peer, message.reserve_refused.seq)
             if prefill is not None and prefill.awaits_grant:
                 prefill.reserve_sent_s = None  # nothing is reserved there, so nothing to cancel
-                self._fail(prefill, error_from_pb(message.reserve_refused.error))
+                self._lose_decode(prefill, error_from_pb(message.reserve_refused.error))
                 self._start_queued()
             return True
         if kind == "ack":
@@ -375,7 +362,7 @@ class PrefillRole:
         if prefill is not None:
             prefill.ticket = None
             prefill.reserve_sent_s = None
-            self._fail(prefill, error_from_pb(lost.error), FailureReason.STALE_TICKET)
+            self._lose_decode(prefill, error_from_pb(lost.error), FailureReason.STALE_TICKET)
             self._start_queued()
 
     def _on_link_grant(self, peer: str, ticket: kv_pb2.Ticket) -> bool:
@@ -387,9 +374,9 @@ class PrefillRole:
             return True
         num_blocks = -(-len(prefill.request.token_ids) // self._block_size)
         if ticket.num_blocks != num_blocks or ticket.num_leading_blocks >= num_blocks:
-            self._fail(
-                prefill, TransferFailed(f"ticket is for {ticket.num_blocks} blocks, the prompt has {num_blocks}")
-            )
+            prefill.ticket = ticket  # so that it is given back
+            error = TransferFailed(f"ticket is for {ticket.num_blocks} blocks, the prompt has {num_blocks}")
+            self._lose_decode(prefill, error)
             return True
         self._on_grant(prefill, ticket)
         return True
@@ -400,15 +387,18 @@ class PrefillRole:
             return
         prefill.num_resends += 1
         if nack.HasField("error"):
-            self._fail(prefill, error_from_pb(nack.error), FailureReason.DAMAGED)
+            self._lose_decode(prefill, error_from_pb(nack.error), FailureReason.DAMAGED)
         elif prefill.num_resends > self._max_resends:
             error = TransferFailed(f"frames were damaged or lost more than {self._max_resends} times")
-            self._fail(prefill, error, FailureReason.DAMAGED)
+            self._lose_decode(prefill, error, FailureReason.DAMAGED)
         else:
             self._ports.kv.resend(nack.seq, tuple(nack.missing_frames))
 
     def on_link_ready(self, peer: str) -> None:
         self._ready_peers.add(peer)
+        for prefill in self._open.values():
+            if prefill.peer == peer:
+                self._reserve_late(prefill)
         self._start_queued()
 
     def on_link_lost(self, peer: str, error: BatonError) -> None:
@@ -417,7 +407,7 @@ class PrefillRole:
             if prefill.peer == peer and prefill.needs_decode:
                 prefill.ticket = None
                 prefill.reserve_sent_s = None
-                self._fail(prefill, error, FailureReason.PEER_LOST)
+                self._lose_decode(prefill, error, FailureReason.PEER_LOST)
         self._puller.on_link_lost(peer)
         self._start_queued()
 
@@ -441,13 +431,65 @@ class PrefillRole:
                 self._fail(prefill, DeadlineExceeded("the call's deadline passed during prefill"))
             elif self._is_ack_late(prefill, now_s):
                 late = TransferFailed(f"no Ack within {self._transfer_timeout_s:g} s of the prefill's end")
-                self._fail(prefill, late, FailureReason.NO_ACK)
+                self._lose_decode(prefill, late, FailureReason.NO_ACK)
+            elif self._is_second_grant_late(prefill, now_s):
+                full = Overloaded(f"no Grant within {self._transfer_timeout_s:g} s", retry_after_s=1.0)
+                self._lose_decode(prefill, full)
+            elif prefill.lost is not None and self._is_lease_over(prefill, now_s):
+                self._fail(prefill, prefill.lost)
+            else:
+                self._reserve_late(prefill)
         self._start_queued()
 
     def _is_ack_late(self, prefill: Prefill, now_s: float) -> bool:
-        """Waiting for a Grant is no transfer: that lasts as long as the call may."""
+        """Waiting for a Grant is no transfer: that lasts as long as the call may, where it is the first."""
         started_s = max(prefill.prefill_ended_s, prefill.granted_s)
-        return bool(prefill.in_plane and prefill.prefill_ended_s) and now_s - started_s > self._transfer_timeout_s
+        return bool(prefill.is_shipping and prefill.prefill_ended_s) and now_s - started_s > self._transfer_timeout_s
+
+    def _is_second_grant_late(self, prefill: Prefill, now_s: float) -> bool:
+        holds_blocks = bool(prefill.lost_s) and prefill.state is not State.RESERVING
+        waited_s = now_s - (prefill.reserve_sent_s or now_s)
+        return holds_blocks and prefill.awaits_grant and waited_s > self._transfer_timeout_s
+
+    def _is_lease_over(self, prefill: Prefill, now_s: float) -> bool:
+        """Never while it is pulled or computed: whoever cancels that is the router."""
+        is_held = prefill.state not in (State.PULLING, State.PREFILLING)
+        return is_held and now_s - max(prefill.lost_s, prefill.prefill_ended_s) > self._lease_s
+
+    # --- decode is lost ---
+
+    def _lose_decode(self, prefill: Prefill, error: BatonError, reason: FailureReason = FailureReason.OTHER) -> None:
+        """Keep what is there for another decode worker, unless the error is one that any would give."""
+        if prefill.state is State.CLOSING:
+            return
+        if not (error.retryable or isinstance(error, PeerRefused)):
+            self._fail(prefill, error, reason)
+            return
+        self._leave_decode(prefill, error.code, reason)
+        prefill.lost = error
+        self._ports.sessions.handoff_lost(prefill.request.seq, error)
+
+    def _leave_decode(self, prefill: Prefill, cause: str, reason: FailureReason) -> None:
+        """Give the ticket back and stop its transfer: back to a state in which no decode worker has a part."""
+        if prefill.state is State.QUEUED:
+            self._dequeue(prefill)
+        self._give_ticket_back(prefill, cause)
+        if prefill.is_shipping:
+            prefill.leaves_plane = True
+            self._ports.kv.close_outgoing(prefill.request.seq, reason)
+        prefill.peer = ""
+        prefill.lost_s = self._ports.now_s()
+        prefill.num_resends, prefill.ship_started_s = 0, None
+        if prefill.state is State.RESERVING:
+            prefill.state = State.QUEUED
+        elif prefill.state is State.COMMITTING:
+            prefill.state = State.SHIPPING
+
+    def _give_ticket_back(self, prefill: Prefill, cause: str) -> None:
+        if prefill.reserve_sent_s is not None:
+            generation = prefill.ticket.generation if prefill.ticket is not None else 0
+            self._cancel_ticket(prefill.peer, prefill.request.seq, generation, cause)
+        prefill.ticket = prefill.reserve_sent_s = None
 
     # --- 7 ---
 
@@ -471,16 +513,15 @@ class PrefillRole:
         if prefill.state is State.CLOSING:
             return
         seq = prefill.request.seq
-        message = worker_pb2.Ended(seq=seq, outcome=outcome, finish_reason=int(finish), stats=self._stats(prefill))
+        stats = prefill.to_stats(self._ports.now_s(), self._ports.links.transport(prefill.peer))
+        message = worker_pb2.Ended(seq=seq, outcome=outcome, finish_reason=int(finish), stats=stats)
         if error is not None:
             message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)
-        if prefill.state is State.QUEUED:
+        if prefill.state is State.QUEUED and prefill.lost is None:
             self._dequeue(prefill)
-        if outcome != worker_pb2.OUTCOME_HANDED_OFF and prefill.reserve_sent_s is not None:
-            generation = prefill.ticket.generation if prefill.ticket is not None else 0
-            cause = error.code if error is not None else worker_pb2.Outcome.Name(outcome)
-            self._cancel_ticket(prefill.peer, seq, generation, cause)
+        if outcome != worker_pb2.OUTCOME_HANDED_OFF:
+            self._give_ticket_back(prefill, error.code if error is not None else worker_pb2.Outcome.Name(outcome))
         prefill.state = State.CLOSING
         self._puller.cancel(seq)
         if prefill.in_plane:
@@ -492,27 +533,6 @@ class PrefillRole:
         self._ports.engine.drop(prefill.request.seq)
         del self._open[prefill.request.seq]
         self._ended.add(prefill.request.seq, self._ports.now_s())
-
-    def _stats(self, prefill: Prefill) -> worker_pb2.SeqStats:
-        now_s = self._ports.now_s()
-        queue_s = (now_s if prefill.started_s is None else prefill.started_s) - prefill.arrival_s
-        shipped = prefill.ship_started_s is not None
-        return worker_pb2.SeqStats(
-            queue_ms=1_000 * queue_s + prefill.stats.queue_ms,
-            prefill_ms=prefill.stats.prefill_ms,
-            cached_tokens=prefill.stats.num_cached_tokens,
-            computed_tokens=prefill.stats.num_computed_tokens,
-            num_preemptions=prefill.stats.num_preemptions,
-            kv_bytes=prefill.nbytes,
-            kv_transfer_ms=1_000 * (now_s - prefill.ship_started_s) if prefill.ship_started_s is not None else 0.0,
-            exposed_transfer_ms=1_000 * (now_s - prefill.prefill_ended_s) if prefill.prefill_ended_s else 0.0,
-            reserve_wait_ms=1_000 * prefill.reserve_wait_s,
-            transport=self._ports.links.transport(prefill.peer) if shipped else "",
-            pulled_blocks=prefill.pulled.num_blocks,
-            pulled_bytes=prefill.pulled.nbytes,
-            pull_ms=1_000 * prefill.pulled.moving_s,
-            kv_blocks=len(prefill.block_ids) - prefill.ticket.num_leading_blocks if shipped and prefill.ticket else 0,
-        )
 
     def _cancel_ticket(self, peer: str, seq: int, generation: int, reason: str) -> None:
         cancel = kv_pb2.CancelTicket(seq=seq, generation=generation, reason=reason)

@@ -213,6 +213,8 @@ class WorkerHost:
         elif kind == "cancel":
             if request.cancel.seq >> 32 == session.router_epoch:
                 self._on_cancel(request.cancel.seq)
+        elif kind == "reroute":
+            self._on_reroute(session, request.reroute)
         elif kind == "heartbeat":
             reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self.load())
             if request.heartbeat.want_kv:
@@ -257,6 +259,17 @@ class WorkerHost:
     def _on_cancel(self, seq: int) -> None:
         for role in self._roles:
             role.on_cancel(seq)
+
+    def _on_reroute(self, session: RouterSession, reroute: worker_pb2.Reroute) -> None:
+        if reroute.seq >> 32 != session.router_epoch:
+            return
+        try:
+            peer = self.links.open(reroute.decode, session.router_epoch)
+        except BatonError as error:
+            session.handoff_lost(reroute.seq, error)
+            return
+        for role in self._roles:
+            role.on_reroute(reroute.seq, peer)
 
     def _on_router_lost(self, router_epoch: int) -> None:
         self.links.forget_router(router_epoch)

@@ -63,6 +63,9 @@ class RouterSession:
     def refused(self, seq: int, error: BatonError) -> None:
         self.send(worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=seq, error=error_to_pb(error))))
 
+    def handoff_lost(self, seq: int, error: BatonError) -> None:
+        self.send(worker_pb2.SessionEvent(handoff_lost=worker_pb2.HandoffLost(seq=seq, error=error_to_pb(error))))
+
     @property
     def has_unsent(self) -> bool:
         return self._step is not None
@@ -201,3 +204,8 @@ class Sessions:
         session = self._by_epoch.get(seq >> 32)
         if session is not None:
             session.refused(seq, error)
+
+    def handoff_lost(self, seq: int, error: BatonError) -> None:
+        session = self._by_epoch.get(seq >> 32)
+        if session is not None:
+            session.handoff_lost(seq, error)

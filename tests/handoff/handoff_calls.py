@@ -10,6 +10,8 @@ What every call owes, whatever happens to it:
 
 A call whose prefill has failed or died is over: the router cancels decode and goes elsewhere (router/handoff.py). Decode may
 have adopted the sequence by then and say so once; what it says must still be right.
+
+Where the handoff is lost, `on_handoff_lost` decides: by default nobody, so that the call fails a lease later.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from baton.request import FinishReason, Request, SamplingParams
 from baton.v1 import worker_pb2
 from baton.wire import error_from_pb, request_to_pb
 from engine.scripted_runner import answer
-from tests.handoff.handoff_rig import EOS, Cluster, EndedOut, RefusedOut, RigWorker, SessionOut, TokenOut
+from tests.handoff.handoff_rig import EOS, Cluster, EndedOut, LostOut, RefusedOut, RigWorker, SessionOut, TokenOut
 
 LATE_S = 1.0  # DESIGN section 5: whatever is told to end has ended within 1 s; a deadline is no less
 REFUSED = "REFUSED"
@@ -62,6 +64,8 @@ class Call:
     cancelled: bool = False
     router_lost: bool = False
     over_s: float = 0.0
+    left: list[Part] = field(default_factory=list)  # decode workers before a Reroute
+    num_lost: int = 0  # handoffs
 
     @property
     def seq(self) -> int:
@@ -69,7 +73,7 @@ class Call:
 
     @property
     def parts(self) -> list[Part]:
-        return [part for part in (self.prefill, self.decode) if part is not None]
+        return [part for part in (self.prefill, self.decode, *self.left) if part is not None]
 
     @property
     def is_over(self) -> bool:
@@ -100,6 +104,7 @@ class RigRouter:
         self.epoch = epoch
         self.calls: list[Call] = []
         self.errors: list[str] = []
+        self.on_handoff_lost: Callable[[Call], None] = lambda call: None
         self._by_seq: dict[int, Call] = {}
         self._num_seqs = 0
         cluster.routers.add(epoch)
@@ -164,6 +169,19 @@ class RigRouter:
             if not part.is_over:
                 self._send(part.worker, worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(seq=call.seq)))
 
+    def reroute(self, call: Call, decode: str) -> None:
+        """Have prefill ship to another decode worker; the one before, which may have adopted it, is told to end."""
+        worker = self.cluster.workers[decode]
+        if worker is not call.decode.worker:
+            self.cancel_decode(call)
+            call.left.append(call.decode)
+            call.decode = Part(worker)
+        reroute = worker_pb2.Reroute(
+            seq=call.seq, decode=worker_pb2.Peer(worker_id=worker.worker_id, epoch=worker.epoch)
+        )
+        assert call.prefill is not None
+        self._send(call.prefill.worker, worker_pb2.SessionRequest(reroute=reroute))
+
     def die(self) -> None:
         """The process is gone; every worker loses its session."""
         self.cluster.routers.discard(self.epoch)
@@ -199,6 +217,11 @@ class RigRouter:
             self._error(call, f"{worker.worker_id} speaks of a call that it was not given")
         elif part.outcome:
             self._error(call, f"{worker.worker_id} says {event} after {part.outcome}")
+        elif isinstance(event, LostOut):
+            call.num_lost += 1
+            if part is not call.prefill:
+                self._error(call, f"{worker.worker_id} has lost a handoff that is not its own")
+            self.on_handoff_lost(call)
         elif isinstance(event, TokenOut):
             self._on_token(call, part, event)
         else:

@@ -121,7 +121,13 @@ class RefusedOut:
     error: BatonError
 
 
-SessionOut = TokenOut | EndedOut | RefusedOut
+@dataclass(frozen=True, slots=True)
+class LostOut:
+    seq: int
+    error: BatonError
+
+
+SessionOut = TokenOut | EndedOut | RefusedOut | LostOut
 
 
 class RigSessions:
@@ -145,6 +151,9 @@ class RigSessions:
 
     def refused(self, seq: int, error: BatonError) -> None:
         self._put(seq, RefusedOut(seq, error))
+
+    def handoff_lost(self, seq: int, error: BatonError) -> None:
+        self._put(seq, LostOut(seq, error))
 
     def _put(self, seq: int, event: SessionOut) -> None:
         if self.has_router(seq):
@@ -458,6 +467,8 @@ class RigWorker:
         request = self.session_inbox.popleft()
         if request.HasField("submit"):
             self._on_submit(request.submit)
+        elif request.HasField("reroute"):
+            self._on_reroute(request.reroute)
         else:
             self.cancelled_until_s[request.cancel.seq] = self.now_s() + self.cluster.config.lease_s
             for role in self.roles:
@@ -476,6 +487,16 @@ class RigWorker:
             self.prefill.on_submit(request, decode_peer, deadline_s, self._pull_source(submit))
         except BatonError as error:
             self.sessions.refused(seq, error)
+
+    def _on_reroute(self, reroute: worker_pb2.Reroute) -> None:
+        """As WorkerHost._on_reroute."""
+        try:
+            peer = self._link_to(reroute.decode)
+        except BatonError as error:
+            self.sessions.handoff_lost(reroute.seq, error)
+            return
+        for role in self.roles:
+            role.on_reroute(reroute.seq, peer)
 
     def _pull_source(self, submit: worker_pb2.Submit) -> PullSource | None:
         if not submit.HasField("pull_from"):

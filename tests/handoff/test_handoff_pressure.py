@@ -140,6 +140,7 @@ def test_a_decode_worker_that_never_answers_costs_the_call_its_deadline_and_noth
     lost = rig.router.submit(random_prompt(rig.rng, 30), decode="decode-0", ttl_s=30.0)
     good = rig.router.submit(random_prompt(rig.rng, 30), decode="decode-1")
     assert rig.cluster.run_until(lambda: good.is_over, limit_s=2.0)
+    assert rig.cluster.run_until(lambda: lost.num_lost == 1, limit_s=RigConfig().lease_s + 1.0)
     assert rig.cluster.run_until(lambda: lost.is_over, limit_s=RigConfig().lease_s + 1.0)
     rig.cluster.workers["decode-0"].resume()
     rig.drain()

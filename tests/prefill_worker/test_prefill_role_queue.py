@@ -13,6 +13,7 @@ from tests.worker.noting_ports import Notes
 from worker.role import PullSource
 
 ROUTER, OTHER_ROUTER = 1, 2
+LEASE_S = 5.0
 
 
 def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
@@ -20,7 +21,7 @@ def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
         notes,
         block_size=16,
         step_tokens=100,
-        lease_s=5.0,
+        lease_s=LEASE_S,
         transfer_timeout_s=10.0,
         max_resends=2,
         max_queued=max_queued,
@@ -83,7 +84,7 @@ def test_a_link_that_does_not_take_the_reserve_leaves_the_prompt_queued() -> Non
     assert reserves(notes) == [1]
 
 
-def test_a_lost_link_ends_its_prompts_but_those_that_need_no_decode_worker() -> None:
+def test_a_lost_link_ends_its_prompts_a_lease_later_but_those_that_need_no_decode_worker() -> None:
     notes = Notes()
     role = make_role(notes)
     submit(role, 1)
@@ -91,6 +92,10 @@ def test_a_lost_link_ends_its_prompts_but_those_that_need_no_decode_worker() -> 
     submit(role, 3)
     submit(role, 4, max_tokens=1)
     role.on_link_lost("d", Unavailable("gone"))
+    assert [(seq & 0xFFFF, error.message) for seq, error in notes.lost_] == [(n, "gone") for n in (1, 2, 3)]
+    assert notes.ended_ == []
+    notes.now += LEASE_S + 0.1
+    role.on_tick()
     assert [message.seq & 0xFFFF for message in notes.ended_] == [1, 2, 3]
     assert notes.added == [ROUTER << 32 | 4]
 
@@ -144,7 +149,7 @@ def test_a_grant_that_is_said_twice_is_one_and_another_for_the_same_prompt_is_gi
     assert [message.cancel.generation for message in notes.sent if message.HasField("cancel")] == [8]
 
 
-def test_a_reserve_that_decode_does_not_know_fails_the_call_and_one_that_is_granted_does_not() -> None:
+def test_a_reserve_that_decode_does_not_know_is_lost_and_one_that_is_granted_does_not() -> None:
     notes = Notes()
     role = make_role(notes)
     lost = kv_pb2.TicketLost(seq=ROUTER << 32 | 1, error=worker_pb2.ErrorInfo(code="transfer_failed"))
@@ -158,5 +163,5 @@ def test_a_reserve_that_decode_does_not_know_fails_the_call_and_one_that_is_gran
     submit(role, 2)
     lost.seq = ROUTER << 32 | 2
     assert role.on_link("d", kv_pb2.LinkMessage(ticket_lost=lost))
-    assert [ended.error.code for ended in notes.ended_] == ["transfer_failed"]
+    assert [(seq, error.code) for seq, error in notes.lost_] == [(lost.seq, "transfer_failed")]
     assert notes.sent_seqs("cancel") == []  # there is nothing to give back

@@ -22,6 +22,7 @@ class Notes:
     sent: list[kv_pb2.LinkMessage] = field(default_factory=list)
     ended_: list[worker_pb2.Ended] = field(default_factory=list)
     refused_: list[tuple[int, BatonError]] = field(default_factory=list)
+    lost_: list[tuple[int, BatonError]] = field(default_factory=list)
     added: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     adopted: list[tuple[int, int]] = field(default_factory=list)
@@ -75,6 +76,9 @@ class Notes:
 
     def refused(self, seq: int, error: BatonError) -> None:
         self.refused_.append((seq, error))
+
+    def handoff_lost(self, seq: int, error: BatonError) -> None:
+        self.lost_.append((seq, error))
 
     def has_router(self, seq: int) -> bool:
         return True
