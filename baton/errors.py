@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequest(field, limit)     the caller's fault        INVALID_ARGUMENT    400
+    ├── Unauthenticated(field)           no key, or an unknown one UNAUTHENTICATED     401
     ├── NotFound                         no such model, id, path   NOT_FOUND           404
     ├── AlreadyExists                    such a call runs already  ALREADY_EXISTS      409
     ├── Overloaded(retry_after_s)        capacity                  RESOURCE_EXHAUSTED  429
@@ -46,6 +47,14 @@ class InvalidRequest(BatonError):
 
     def __init__(self, message: str, *, field: str) -> None:
         super().__init__(message, field=field)
+
+
+class Unauthenticated(BatonError):
+    """The caller named no API key, or one that is not in the file."""
+
+    code = "unauthenticated"
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
 
 
 class NotFound(BatonError):
@@ -116,7 +125,7 @@ class Internal(BatonError):
 _BY_CODE: dict[str, type[BatonError]] = {
     kind.code: kind
     for kind in (
-        InvalidRequest, NotFound, AlreadyExists, Overloaded, DeadlineExceeded, Cancelled, Unavailable,
+        InvalidRequest, Unauthenticated, NotFound, AlreadyExists, Overloaded, DeadlineExceeded, Cancelled, Unavailable,
         WorkerLost, TransferFailed, PeerRefused, ConfigError, Internal,
     )
 }  # fmt: skip
