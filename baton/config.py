@@ -80,6 +80,7 @@ class WorkerConfig:
     missed_heartbeats: int = 3  # then a router counts as gone
     outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
+    parked_bytes: int = 64 << 20  # what clients may resume: 4,000 calls of 2k-token prompts (worker/parked.py)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
@@ -96,6 +97,7 @@ class RouterConfig:
     control_address: str = ""
     max_inflight: int = 512  # accepted calls; more get Overloaded
     request_timeout_s: float = 600.0  # where the caller gives no deadline
+    max_retries: int = 4  # of one sequence elsewhere, in a row without a new token; 0 = a worker's death ends its streams
     unavailable_wait_s: float = 60.0  # how long a call waits for a worker to come back, within its deadline
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3

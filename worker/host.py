@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from baton.config import WorkerConfig
-from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, kv_pb2, worker_pb2
-from baton.wire import PROTOCOL_VERSION, request_from_pb
+from baton.wire import PROTOCOL_VERSION, error_to_pb, request_from_pb
 from engine.ports import Engine, EngineLoad, StepResult
 from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady, TransportSettings
 from kv_transfer.failure import FailureReason
@@ -32,6 +32,7 @@ from worker.cache_report import CacheReport
 from worker.engine_thread import Command, EngineThread
 from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
+from worker.parked import ParkedCalls
 from worker.role import KVPort, Ports, PullSource
 from worker.role import Role as RoleProtocol
 from worker.sessions import RouterSession, Sessions
@@ -57,18 +58,21 @@ class Plane(KVPort, DataPath, Protocol):
 
 
 class EngineCommands:
-    """Implements worker.role.EnginePort by posting to the engine thread."""
+    """Implements worker.role.EnginePort by posting to the engine thread; what begins on a ticket is noted for its client."""
 
-    def __init__(self, post: Callable[[Command], None]) -> None:
+    def __init__(self, post: Callable[[Command], None], parked: ParkedCalls) -> None:
         self._post = post
+        self._parked = parked
 
     def add(self, request: Request, *, prefill_only: bool) -> None:
         self._post(lambda engine, now_s: engine.add(request, now_s, prefill_only=prefill_only))
 
     def reserve(self, request: Request) -> None:
+        self._parked.open(request)
         self._post(lambda engine, now_s: engine.reserve(request, now_s))
 
     def adopt(self, seq: int, first_token: int) -> None:
+        self._parked.adopted(seq, first_token)
         self._post(lambda engine, now_s: engine.adopt(seq, first_token, now_s))
 
     def drop(self, seq: int) -> None:
@@ -123,10 +127,16 @@ class WorkerHost:
         self._cache_report = CacheReport()
         self._on_fatal = on_fatal
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
-        self.engine = EngineCommands(self._thread.post)
+        self.parked = ParkedCalls(config.parked_bytes)
+        self.engine = EngineCommands(self._thread.post, self.parked)
         self.kv: KVPort = plane
         self._kv_failures = TransferFailures()
-        self.sessions = Sessions(max_bytes=config.outbox_bytes, max_age_s=config.outbox_s, on_lost=self._on_router_lost)
+        self.sessions = Sessions(
+            max_bytes=config.outbox_bytes,
+            max_age_s=config.outbox_s,
+            on_lost=self._on_router_lost,
+            parked=self.parked,
+        )
         self.links = Links(
             hello,
             plane,
@@ -168,6 +178,7 @@ class WorkerHost:
             with self._fatal_if_it_raises():
                 for role in self._roles:
                     role.on_tick()
+                self.parked.expire(now_s)
                 self._flush(step=0)
                 self._flip_if_idle()
 
@@ -212,6 +223,8 @@ class WorkerHost:
             self._on_submit(session, request.submit)
         elif kind == "cancel":
             if request.cancel.seq >> 32 == session.router_epoch:
+                if not request.cancel.park:
+                    self.parked.forget_seq(request.cancel.seq)
                 self._on_cancel(request.cancel.seq)
         elif kind == "reroute":
             self._on_reroute(session, request.reroute)
@@ -225,6 +238,11 @@ class WorkerHost:
         elif kind == "drain":
             self.draining = request.drain.draining
             log.info("draining", draining=self.draining)
+        elif kind == "find":
+            self._on_find(session, request.find)
+        elif kind == "forget":
+            self._end_call(request.forget.key, "the call was aborted")
+            self.parked.forget(request.forget.key)
         elif kind == "peers":
             self.links.want(session.router_epoch, list(request.peers.decode))
         self._flush(step=0)
@@ -235,7 +253,10 @@ class WorkerHost:
             if seq >> 32 != session.router_epoch:
                 raise InvalidRequest("seq must begin with the router_epoch of its Session", field="seq")
             request = request_from_pb(submit.request)
+            if self.parked.is_superseded(request):
+                raise Cancelled("the call was resumed on another router")
             deadline_s = self.now_s() + submit.ttl_ms / 1_000
+            self.parked.open(request, deadline_s)
             if not submit.HasField("decode"):
                 self._decode.on_submit(request, "", deadline_s)
                 return
@@ -244,6 +265,7 @@ class WorkerHost:
                 decode_peer = self.links.open(submit.decode, session.router_epoch)
             self._prefill.on_submit(request, decode_peer, deadline_s, self._pull_source(submit, session.router_epoch))
         except BatonError as error:
+            self.parked.forget_seq(seq)
             session.refused(seq, error)
 
     def _pull_source(self, submit: worker_pb2.Submit, router_epoch: int) -> PullSource | None:
@@ -271,7 +293,24 @@ class WorkerHost:
         for role in self._roles:
             role.on_reroute(reroute.seq, peer)
 
+    def _on_find(self, session: RouterSession, find: worker_pb2.Find) -> None:
+        now_s = self.now_s()
+        if not find.offset and not self.parked.is_claimed(find.key, session.router_epoch, now_s):
+            self._end_call(find.key, "the client resumed the call elsewhere")
+        session.send(worker_pb2.SessionEvent(found=self.parked.find(find, session.router_epoch, now_s)))
+
+    def _end_call(self, key: bytes, reason: str) -> None:
+        """End what runs of a resumable call here; its router hears why, and not that a worker gave it up."""
+        for seq in self.parked.running(key):
+            ended = worker_pb2.Ended(
+                seq=seq, outcome=worker_pb2.OUTCOME_FAILED, error=error_to_pb(Cancelled(reason))
+            )  # fmt: skip
+            self.sessions.ended(ended)
+            with self.sessions.muted(seq):
+                self._on_cancel(seq)
+
     def _on_router_lost(self, router_epoch: int) -> None:
+        self.parked.router_lost(router_epoch, self.now_s())
         self.links.forget_router(router_epoch)
         for role in self._roles:
             role.on_router_lost(router_epoch)

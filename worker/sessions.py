@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 from baton.errors import BatonError
 from baton.log import get_log
 from baton.request import SampledToken
 from baton.v1 import worker_pb2
 from baton.wire import error_to_pb
+from worker.parked import ParkedCalls
 
 log = get_log("worker.sessions")
 
@@ -129,11 +131,24 @@ class RouterSession:
 class Sessions:
     """All routers of this worker. Implements worker.role.SessionPort."""
 
-    def __init__(self, *, max_bytes: int, max_age_s: float, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, *, max_bytes: int, max_age_s: float, on_lost: Callable[[int], None], parked: ParkedCalls
+    ) -> None:
+        self._parked = parked
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._on_lost = on_lost
         self._by_epoch: dict[int, RouterSession] = {}
+        self._muted_seq: int | None = None
+
+    @contextmanager
+    def muted(self, seq: int) -> Iterator[None]:
+        """Tell its router nothing of how a sequence ends in this block."""
+        self._muted_seq = seq
+        try:
+            yield
+        finally:
+            self._muted_seq = None
 
     def open(self, router_id: str, router_epoch: int) -> RouterSession:
         """A router that opens again ends its old stream, and what it had submitted on it."""
@@ -191,16 +206,21 @@ class Sessions:
         return seq >> 32 in self._by_epoch
 
     def token(self, token: SampledToken) -> None:
+        self._parked.token(token)
         session = self._by_epoch.get(token.seq >> 32)
         if session is not None:
             session.token(token)
 
     def ended(self, message: worker_pb2.Ended) -> None:
+        self._parked.ended(message.seq, time.monotonic())
+        if message.seq == self._muted_seq:
+            return
         session = self._by_epoch.get(message.seq >> 32)
         if session is not None:
             session.ended(message)
 
     def refused(self, seq: int, error: BatonError) -> None:
+        self._parked.forget_seq(seq)
         session = self._by_epoch.get(seq >> 32)
         if session is not None:
             session.refused(seq, error)

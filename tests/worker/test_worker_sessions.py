@@ -14,6 +14,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, request_to_pb
 from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config
 from tests.worker.session_client import SessionClient, request
+from worker.parked import ParkedCalls
 from worker.session_service import SessionService
 from worker.sessions import RouterSession, Sessions
 
@@ -134,7 +135,7 @@ class NothingButSessions:
     """A host that says one thing to each router that comes."""
 
     def __init__(self) -> None:
-        self.sessions = Sessions(max_bytes=1_000, max_age_s=60.0, on_lost=lambda _: None)
+        self.sessions = Sessions(max_bytes=1_000, max_age_s=60.0, on_lost=lambda _: None, parked=ParkedCalls(0))
 
     def open_session(self, router_id: str, router_epoch: int) -> RouterSession:
         session = self.sessions.open(router_id, router_epoch)
@@ -172,7 +173,7 @@ async def test_time_in_which_the_loop_stood_still_is_not_held_against_routers() 
 
 def test_forgiven_silence_does_not_end_a_session() -> None:
     lost: list[int] = []
-    sessions = Sessions(max_bytes=1 << 20, max_age_s=5.0, on_lost=lost.append)
+    sessions = Sessions(max_bytes=1 << 20, max_age_s=5.0, on_lost=lost.append, parked=ParkedCalls(0))
     session = sessions.open("r", EPOCH)
     sessions.forgive(10.0)
     sessions.check(session.last_heard_s + 1.0, silence_limit_s=2.0)
