@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.log import get_log
-from baton.request import Request, SampledToken
+from baton.request import FinishReason, Request, SampledToken
 from baton.v1 import worker_pb2
 from baton.wire import request_to_pb
 
@@ -103,7 +103,7 @@ class ParkedCalls:
     def token(self, token: SampledToken) -> None:
         """Called for every token that leaves this worker."""
         entry = self._entries.get(token.seq)
-        if entry is None or token.index != entry.next_index:
+        if entry is None or token.index != entry.next_index or token.finish is FinishReason.CANCELLED:
             return
         sequence, nbytes = entry.sequence, TOKEN_BYTES
         if not sequence.tokens:

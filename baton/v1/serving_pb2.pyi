@@ -360,6 +360,7 @@ class ResumeRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     MAX_FLUSH_MS_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_flush_ms: _builtins.int
     """as in GenerateRequest"""
@@ -367,16 +368,21 @@ class ResumeRequest(_message.Message):
     def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """per choice, the first output index that is lacking; none = all 0"""
 
+    @_builtins.property
+    def received(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """per choice, the output the client has: with it a call goes on that the workers know less of"""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         next_index: _abc.Iterable[_builtins.int] | None = ...,
         max_flush_ms: _builtins.int = ...,
+        received: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_flush_ms", b"max_flush_ms", "next_index", b"next_index", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_flush_ms", b"max_flush_ms", "next_index", b"next_index", "received", b"received", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,28 +707,32 @@ class StartCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """chosen by the client; free again after its end"""
     timeout_ms: _builtins.int
     """the call's deadline; 0 = the router's default"""
     @_builtins.property
-    def request(self) -> Global___GenerateRequest:
-        """max_flush_ms is the Session's"""
-
+    def generate(self) -> Global___GenerateRequest: ...
+    @_builtins.property
+    def resume(self) -> Global___ResumeRequest: ...
     def __init__(
         self,
         *,
         call: _builtins.int = ...,
-        request: Global___GenerateRequest | None = ...,
+        generate: Global___GenerateRequest | None = ...,
+        resume: Global___ResumeRequest | None = ...,
         timeout_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate", "resume", b"resume", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "generate", b"generate", "resume", b"resume", "timeout_ms", b"timeout_ms", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["generate", "resume"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
 Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
 
