@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -e '$(1)' | sed -un 's/^ *Downloading /  /p; /^Installing/s/:.*//p'
 , := ,
 PACKAGES := baton engine kv_transfer worker prefill_worker decode_worker router bench cli
-BUILD := pyproject.toml setup.py baton/_kv_copy.c
+BUILD := pyproject.toml setup.py baton/_kv_copy.c router/_prefix_index.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .PHONY: venv demo test lint types stubs exact soak proto clean
@@ -32,7 +32,7 @@ proto: .venv/installed-test
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info baton/*.so
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info baton/*.so router/*.so
 
 .venv/bin/python:
 	@echo "Creating .venv" && $(PYTHON) -m venv .venv

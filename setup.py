@@ -1,6 +1,8 @@
-"""The one part of the build that pyproject.toml cannot say: the compiled copies of KV blocks."""
+"""The one part of the build that pyproject.toml cannot say: what is compiled."""
 
 from setuptools import Extension, setup
 
-COPY = Extension("baton._kv_copy", ["baton/_kv_copy.c"], extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"])
-setup(ext_modules=[COPY])
+FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
+COPY = Extension("baton._kv_copy", ["baton/_kv_copy.c"], extra_compile_args=FLAGS)
+PREFIX_INDEX = Extension("router._prefix_index", ["router/_prefix_index.c"], extra_compile_args=FLAGS)
+setup(ext_modules=[COPY, PREFIX_INDEX])
