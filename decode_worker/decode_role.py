@@ -79,7 +79,11 @@ class DecodeRole:
 
     def on_submit(self, request: Request, decode_peer: str, deadline_s: float, pull: PullSource | None = None) -> None:
         """Prefill and decode here, where whatever helps is cached already: nothing is pulled."""
-        refusal = self._refusal(request.seq)
+        refusal = self._refusal()
+        if request.seq in self._open:
+            refusal = InvalidRequest("seq is already open on this worker", field="seq")
+        elif request.seq in self._ended:
+            refusal = InvalidRequest("seq was used on this worker before", field="seq")
         if refusal is not None:
             self._ports.sessions.refused(request.seq, refusal)
             return
@@ -106,14 +110,7 @@ class DecodeRole:
             if decode.request.router_epoch == router_epoch:
                 self.on_cancel(seq)
 
-    def _refusal(self, seq: int) -> BatonError | None:
-        decode = self._open.get(seq)
-        if decode is not None and decode.state is State.CLOSING:
-            return Unavailable("an earlier ticket of this seq is still being given up", retry_after_s=1.0)
-        if decode is not None:
-            return InvalidRequest("seq is already open on this worker", field="seq")
-        if seq in self._ended:
-            return InvalidRequest("seq was used on this worker before", field="seq")
+    def _refusal(self) -> BatonError | None:
         refusal = self._ports.refusal(RoleKind.DECODE)
         if refusal is None and len(self._open) >= self._max_queued:
             refusal = Overloaded(f"the decode queue is full; the limit is {self._max_queued}", retry_after_s=1.0)
@@ -142,9 +139,11 @@ class DecodeRole:
         seq = reserve.request.seq
         try:
             request = request_from_pb(reserve.request)
-            refusal = self._refusal(seq)
+            refusal = self._refusal()
             if seq in self._cancelled:
                 refusal = Cancelled("the router cancelled the call")
+            elif seq in self._open or seq in self._ended:  # rerouted here again: elsewhere it may go on
+                refusal = Unavailable("this worker has had the call before", field="seq")
             elif not self._ports.sessions.has_router(seq):
                 refusal = Unavailable("the call's router has no session with this decode worker")
         except InvalidRequest as error:

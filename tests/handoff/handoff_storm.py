@@ -120,6 +120,7 @@ class Scenario:
     def storm(self) -> Rig:
         self.cluster.run_for(CALM_S)
         self.cluster.network.faults = random_faults(self.rng)
+        self.rig.router.on_handoff_lost = self._on_handoff_lost
         self._troubles = ("nothing", "nothing", *self.rng.sample(TROUBLES, self.rng.randint(0, 3)))
         for _ in range(self.rng.randint(3, 8)):
             self.call(ttl_s=self.rng.choice((0.05, 1.0, 60.0, 60.0, 60.0, 60.0, 60.0, 60.0)))
@@ -192,7 +193,25 @@ class Scenario:
     def _restart(self, worker_id: str) -> None:
         dead = self.cluster.workers[worker_id]
         self.cluster.restart(worker_id)
+        for call in self.rig.router.calls:
+            is_early = call.decode.worker is dead and not call.decode.indices and call.prefill is not None
+            if is_early and not call.is_over and self.rng.random() < 0.5:
+                self._reroute(call)
         self.rig.router.on_worker_lost(dead)
+
+    def _on_handoff_lost(self, call: Call) -> None:
+        """As a router does: another decode worker, unless this one has it and goes on. Some routers do nothing."""
+        if call.decode.indices or call.cancelled or self.rng.random() < 0.2:
+            return
+        if call.num_lost > 3:
+            self.rig.router.cancel(call)
+        else:
+            self._reroute(call)
+
+    def _reroute(self, call: Call) -> None:
+        self.rig.router.reroute(
+            call, self.rng.choice([name for name in self.cluster.workers if name.startswith("decode")])
+        )
 
     def calm_down(self) -> None:
         """Faults end; everything ends; plain calls work between every pair."""

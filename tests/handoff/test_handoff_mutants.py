@@ -17,7 +17,8 @@ from kv_transfer import receiver as receiver_module
 from kv_transfer.events import Committed
 from kv_transfer.frame import FrameHeader, Kind
 from kv_transfer.receiver import Receiver
-from prefill_worker.prefill_role import Prefill, PrefillRole
+from prefill_worker.prefill import Prefill
+from prefill_worker.prefill_role import PrefillRole
 from tests.handoff.handoff_adversary import changed_prompt
 from tests.handoff.handoff_calls import random_prompt
 from tests.handoff.handoff_chats import Chats

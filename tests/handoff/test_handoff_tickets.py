@@ -198,10 +198,11 @@ def submit_again(rig: Rig, first: Call, prefill: str) -> list[str]:
     said: list[str] = []
     worker.sessions.refused = lambda seq, error: said.append(error.field)  # type: ignore[method-assign]
     worker.sessions.ended = lambda message: said.append(message.error.code)  # type: ignore[method-assign]
+    worker.sessions.handoff_lost = lambda seq, error: said.append(error.code)  # type: ignore[method-assign]
     request = replace(first.request, token_ids=changed_prompt(rig.rng, first.request.token_ids))
     worker.prefill.on_submit(request, link_of(worker), first.deadline_s)
     rig.cluster.run_until(lambda: bool(said), limit_s=5.0)
-    del worker.sessions.refused, worker.sessions.ended
+    del worker.sessions.refused, worker.sessions.ended, worker.sessions.handoff_lost
     return said
 
 
@@ -222,7 +223,8 @@ def test_decode_refuses_a_seq_that_another_prefill_worker_has_open_there(seed: i
     first = rig.router.submit(random_prompt(rig.rng, 40), 20)
     decode = rig.cluster.workers["decode-0"]
     rig.cluster.run_until(lambda: decode.decode.num_open() == 1, limit_s=5.0)
-    assert submit_again(rig, first, "prefill-1") == ["invalid_request"]
+    assert submit_again(rig, first, "prefill-1") == ["unavailable"]
+    rig.cluster.workers["prefill-1"].sessions.routers = set()  # it has nothing to say to the first one's router
     rig.finish_all()
 
 
