@@ -39,6 +39,7 @@ from kv_transfer.loopback import Faults, LoopbackNetwork, _Lane
 from prefill_worker.prefill_role import PrefillRole
 from tests.handoff.handoff_links import RigLinks
 from worker.host import TICK_S, EngineCommands
+from worker.parked import ParkedCalls
 from worker.role import PullSource
 
 EOS = 7  # arbitrary; answers are hashes modulo a vocabulary of 1,000, so it also ends one answer in a hundred by chance
@@ -164,7 +165,7 @@ class RigEngineCommands(EngineCommands):
     """The host's own engine mailbox; notes a ticket that is adopted twice."""
 
     def __init__(self, worker: RigWorker) -> None:
-        super().__init__(worker.engine_inbox.append)
+        super().__init__(worker.engine_inbox.append, ParkedCalls(max_bytes=1 << 20))
         self._worker = worker
         self._reserved: set[int] = set()
 
