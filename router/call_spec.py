@@ -72,3 +72,5 @@ class CallSpec:
     priority: int = 0
     labels: CallLabels = field(default_factory=CallLabels)
     api: str = "grpc"  # for metrics: grpc | chat | completions
+    resumable: bool = False  # workers keep what they know of it for a while: router/resume.py
+    resume_window_s: float = 0.0  # how long; 0 = the default
