@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -e '$(1)' | sed -un 's/^ *Downloading /  /p; /^Installing/s/:.*//p'
 , := ,
-PACKAGES := baton engine kv_transfer worker prefill_worker decode_worker router bench cli
+PACKAGES := baton baton_client engine kv_transfer worker prefill_worker decode_worker router bench cli
 BUILD := pyproject.toml setup.py baton/_kv_copy.c router/_prefix_index.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
