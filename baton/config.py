@@ -95,6 +95,9 @@ class RouterConfig:
     http_port: int = 8_000
     grpc_port: int = 50_051
     control_address: str = ""
+    processes: int = 1  # that serve the two ports together; docs/router_cost.md shows what one is good for
+    shared_ports: bool = False  # listen with SO_REUSEPORT; `baton up` sets it, since it holds the ports while a router is away
+    process_port: int = 0  # HTTP of this process alone, for its metrics and health; 0 = none. `baton up` picks one each
     max_inflight: int = 512  # accepted calls; more get Overloaded
     request_timeout_s: float = 600.0  # where the caller gives no deadline
     max_retries: int = 4  # of one sequence elsewhere, in a row without a new token; 0 = a worker's death ends its streams
@@ -119,6 +122,7 @@ class ControllerConfig:
     host: str = LOOPBACK
     admin_port: int = 8_001
     control_port: int = 0
+    shared_ports: bool = False  # as a router's
     slo_store: str = ""  # SQLite file; "" = in the run folder
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
     heartbeat_s: float = 0.5

@@ -99,6 +99,8 @@ _LIMITS: Mapping[str, Limit] = {
     "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
     "router.http_port": _PORT,
     "router.grpc_port": _PORT,
+    "router.processes": Limit("each takes a core when busy", 1, 64),
+    "router.process_port": _PORT,
     "router.max_inflight": _COUNT,
     "router.request_timeout_s": _SECONDS,
     "router.unavailable_wait_s": Limit("0 = fail at once", 0, 86_400),
