@@ -1,0 +1,135 @@
+"""`baton bench router`: what the router costs, measured from outside over stub workers with a compiled load generator.
+
+    baton bench router --quick --endpoints 8               two minutes, for work on the router
+    baton bench router --only cpu,speed --endpoints 8      single figures: added, cpu, speed, gap, start
+    baton bench router --json router.json --processes 1,2 --peers sglang,dynamo --peer-python PATH
+
+A fleet of stub workers (bench/router_bench_stub.py, one process) speaks worker.proto; the load generator (bench/router_load.c)
+is built by gcc on first use. Everything that costs is on: see Features. How each figure is made: docs/router_cost.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench.child import ChildError
+from bench.foreign_load import ForeignLoad
+from bench.kv_report import Progress
+from bench.report import dump
+from bench.router_bench_cases import (
+    FULL,
+    QUICK,
+    Effort,
+    measure_added,
+    measure_cpu,
+    measure_gap,
+    measure_idle,
+    measure_speed,
+    measure_start,
+)
+from bench.router_bench_figures import NoFigure
+from bench.router_bench_report import Report, RouterFigures, print_report, to_document
+from bench.router_bench_rig import Features, Rig, running_rig
+from bench.serve_cli import positive_int
+
+USUAL = Features()
+PARTS = ("added", "cpu", "speed", "gap", "start")
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+class UsageError(Exception):
+    """Options that make no sense."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("router", help="what the router costs per token and request, beside other routers")
+    parser.set_defaults(run=main)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small loads and short windows")
+    add("--only", type=names, default=PARTS, help=f"some of {','.join(PARTS)} (all)")
+    add("--endpoints", type=positive_int, default=USUAL.num_endpoints, help="workers with a Session (%(default)s)")
+    add("--processes", type=numbers, default=(1,), help="router processes, e.g. 1,2 (1)")
+    add("--model", default=USUAL.model, help="whose tokenizer the router uses (%(default)s)")
+    add("--json", type=Path, help="write the result to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        check(args)
+    except UsageError as error:
+        print(f"baton bench router: {error}", file=sys.stderr)
+        return 2
+    try:
+        load = ForeignLoad()
+        with Progress() as progress:
+            figures = [
+                measure(
+                    replace(features(args), num_processes=number), QUICK if args.quick else FULL, args.only, progress
+                )
+                for number in args.processes
+            ]
+    except (ChildError, NoFigure) as error:
+        print(f"baton bench router: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    report = Report(figures, load.cores())
+    print_report(report)
+    if args.json:
+        args.json.write_bytes(dump(to_document(report)))
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises: UsageError."""
+    unknown = [part for part in args.only if part not in PARTS]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]}: known are {', '.join(PARTS)}")
+
+
+def features(args: argparse.Namespace) -> Features:
+    own = min(USUAL.num_prefill, max(1, args.endpoints // 2))
+    return replace(USUAL, num_endpoints=max(2, args.endpoints), num_prefill=own, num_decode=own, model=args.model)
+
+
+def measure(features: Features, effort: Effort, parts: Sequence[str], progress: Progress) -> RouterFigures:
+    """Raises: ChildError, NoFigure."""
+    progress.say(f"{features.num_endpoints} endpoints, {features.num_processes} processes: start")
+    with running_rig(features) as rig:
+        return measure_parts(rig, effort, parts, progress)
+
+
+def measure_parts(rig: Rig, effort: Effort, parts: Sequence[str], progress: Progress) -> RouterFigures:
+    progress.say("idle")
+    idle_share = measure_idle(rig, effort)
+    figures = RouterFigures(rig.features, rig.start_s, rig.start_cpu_s, idle_share)
+    if "added" in parts:
+        progress.say("added latency")
+        figures.added = measure_added(rig, effort)
+    if "cpu" in parts:
+        progress.say("CPU")
+        figures.cpu = measure_cpu(rig, effort, idle_share)
+    if "gap" in parts:
+        progress.say("gaps")
+        figures.gaps = measure_gap(rig, effort)
+    if "start" in parts:
+        progress.say("start of many")
+        figures.start = measure_start(rig, effort)
+    if "speed" in parts:
+        progress.say("speed")
+        figures.speed = measure_speed(rig, effort)
+    figures.memory_bytes = rig.router.memory_bytes()
+    figures.scrape_bytes = rig.scraper.num_bytes
+    return figures
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(part) for part in text.split(","))
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))

@@ -1,0 +1,115 @@
+"""Shows the figures of `baton bench router`: a table for people, JSON for scripts. Nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from bench.report import this_machine
+from bench.router_bench_cases import Added, CpuFigures, Gaps, Start
+from bench.router_bench_figures import Window
+from bench.router_bench_rig import Features
+
+
+@dataclass(slots=True)
+class RouterFigures:
+    """Of one router; a part that was not asked for is None."""
+
+    features: Features
+    start_s: float  # until every endpoint had its Session
+    start_cpu_s: float
+    idle_share: float
+    added: Added | None = None
+    cpu: CpuFigures | None = None
+    gaps: Gaps | None = None
+    start: Start | None = None
+    speed: Window | None = None
+    memory_bytes: int = 0
+    scrape_bytes: int = 0  # of one page of metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    routers: Sequence[RouterFigures]  # by number of processes
+    foreign_cores: float
+
+
+def print_report(report: Report) -> None:
+    print(f"{this_machine()}; others used {report.foreign_cores:.2f} cores meanwhile")
+    for figures in report.routers:
+        print()
+        for line in lines(figures):
+            print(line)
+
+
+def lines(figures: RouterFigures) -> Iterator[str]:
+    known = figures.features
+    yield (
+        f"baton, {known.num_processes} process(es), {known.num_endpoints} endpoints, {known.num_keys} keys, "
+        f"{known.num_classes} classes, {known.num_endpoints * known.blocks_each} blocks in the index"
+    )
+    yield (
+        f"  start {figures.start_s:.1f} s ({figures.start_cpu_s:.1f} s CPU), idle {figures.idle_share:.3f} of a core, "
+        f"{figures.memory_bytes / 2**20:.0f} MiB, a page of metrics {figures.scrape_bytes / 1e3:.0f} kB"
+    )
+    if (added := figures.added) is not None:
+        yield (
+            f"  added latency p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms (via {added.via_ms.p50:.2f}/{added.via_ms.p99:.2f}, "
+            f"direct {added.direct_ms.p50:.2f}/{added.direct_ms.p99:.2f}, n = {added.n})"
+        )
+    if (cpu := figures.cpu) is not None:
+        yield f"  CPU {cpu.cost.us_per_token:.1f} us per token, {cpu.cost.us_per_request:.0f} us per request"
+        for name, part in zip(
+            ("few streams", "many streams", "few requests", "many requests"), cpu.windows, strict=True
+        ):
+            yield f"    {name}: {describe(part)}"
+    if (speed := figures.speed) is not None:
+        yield f"  speed: {describe(speed)}"
+    if (gaps := figures.gaps) is not None:
+        added_ms, transit_ms = gaps.added_ms, gaps.transit_ms
+        yield (
+            f"  {gaps.streams} streams: added gap p50 {added_ms.p50:.2f}, p99 {added_ms.p99:.2f}, max {added_ms.max:.1f} ms "
+            f"(n = {added_ms.n}), {gaps.tokens_per_s:.0f} tok/s, CPU {gaps.cpu_share:.2f}"
+        )
+        yield f"    a token is on its way p50 {transit_ms.p50:.1f}, p99 {transit_ms.p99:.1f} ms"
+    if (start := figures.start) is not None:
+        yield (
+            f"  {start.starting} streams start at once: the {start.running} running ones stall {start.stall_ms:.1f} ms (before: "
+            f"{start.before_ms:.1f}); {start.started} had a first token, the last after {start.last_first_token_s:.2f} s"
+        )
+
+
+def describe(part: Window) -> str:
+    return f"{part.tokens_per_s:.0f} tok/s, {part.num_requests / part.wall_s:.0f} requests/s, CPU {part.cpu_share:.2f}"
+
+
+def to_document(report: Report) -> dict[str, object]:
+    """The first router's figures at the top, all by their number of processes below."""
+    by_processes = {str(figures.features.num_processes): figures_document(figures) for figures in report.routers}
+    return {
+        **next(iter(by_processes.values())),
+        "processes": by_processes,
+        "peers": {},
+        "machine": asdict(this_machine()),
+        "foreign_cores": report.foreign_cores,
+    }
+
+
+def figures_document(figures: RouterFigures) -> dict[str, object]:
+    added, cpu, gaps, start, speed = figures.added, figures.cpu, figures.gaps, figures.start, figures.speed
+    return {
+        "added_ms": asdict(added) if added else None,
+        "cpu_us_per_token": cpu.cost.us_per_token if cpu else None,
+        "cpu_us_per_request": cpu.cost.us_per_request if cpu else None,
+        "tokens_per_s": speed.tokens_per_s if speed else None,
+        "gap_ms_p99": gaps.added_ms.p99 if gaps else None,
+        "stall_ms_at_start": start.stall_ms if start else None,
+        "idle_cpu_share": figures.idle_share,
+        "start_s": figures.start_s,
+        "memory_bytes": figures.memory_bytes,
+        "features": asdict(figures.features),
+        "windows": [asdict(part) for part in cpu.windows] if cpu else [],
+        "gaps": asdict(gaps) if gaps else None,
+        "start": asdict(start) if start else None,
+        "speed": asdict(speed) if speed else None,
+    }
