@@ -60,13 +60,17 @@ class FrontEnd:
         limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)
         self.calls = Calls(config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch)
         app = build_app(config, spec, self.calls, self.tokenizer, self.fleet, self.metrics)
-        self._http = HttpServer(config, app)
+        self._http = [HttpServer(config, app)]
         try:
+            if config.process_port:
+                own = replace(config, http_port=config.process_port, shared_ports=False)
+                self._http.append(HttpServer(own, app))
             self._grpc = GrpcServer(config, ServingApi(config, spec, self.calls, self.fleet))
         except ConfigError:
-            self._http.close()
+            for http in self._http:
+                http.close()
             raise
-        self.grpc_port, self.http_port = self._grpc.port, self._http.port
+        self.grpc_port, self.http_port = self._grpc.port, self._http[0].port
         self._workers = workers
         self._drain_s = config.drain_s
         self._control = (
@@ -85,7 +89,8 @@ class FrontEnd:
             self.fleet.use_addresses(self._workers)
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
         await self._grpc.start()
-        await self._http.start()
+        for http in self._http:
+            await http.start()
         log.info("router_started", http_port=self.http_port, grpc_port=self.grpc_port)
 
     async def drain(self, hurry: asyncio.Event) -> None:
@@ -101,7 +106,7 @@ class FrontEnd:
 
     async def stop(self) -> None:
         self.calls.stop()
-        await asyncio.gather(self._http.stop(), self._grpc.stop())
+        await asyncio.gather(*(http.stop() for http in self._http), self._grpc.stop())
         if self._control is not None:
             await self._control.close()
         if self._readiness is not None:

@@ -138,7 +138,7 @@ class GrpcServer:
         """Raises: ConfigError, when the port is taken."""
         self._server = grpc.aio.server(
             options=(
-                ("grpc.so_reuseport", 0),  # a taken port must be an error, not a shared one
+                ("grpc.so_reuseport", int(config.shared_ports)),  # a taken port must be an error, unless it is held for us
                 ("grpc.max_receive_message_length", config.max_body_bytes + SLACK_BYTES),
                 ("grpc.max_send_message_length", MAX_REPLY_BYTES),
                 ("grpc.keepalive_permit_without_calls", 1),
