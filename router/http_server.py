@@ -36,7 +36,7 @@ class HttpServer:
 
     def __init__(self, config: RouterConfig, app: ASGIApp) -> None:
         """Raises: ConfigError, when the port is taken."""
-        self._socket = _listen(config.host, config.http_port)
+        self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -68,11 +68,13 @@ class HttpServer:
         self._socket.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(config: RouterConfig) -> socket.socket:
+    host, port = config.host, config.http_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # Lets a restarted router take the port of connections in TIME_WAIT; a living listener still refuses it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, config.shared_ports)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)  # inherited by its connections
     try:
         listener.bind((host, port))
