@@ -1,11 +1,13 @@
-"""A local cluster from the outside: start its processes in order, watch them, stop them, prove that nothing is left.
+"""A local cluster from the outside: start its processes in order, keep them running, stop them, prove that nothing is left.
 
     1. guard       ends the run if this process is killed (cli/guard.py)
-    2. ray         the head, loopback only, with a token
+    2. ray         the head, loopback only, with a token; then the node that the workers are children of
     3. controller  the admin endpoint, the worker actors
-    4. router      the front end
-    stop: router drains -> controller ends the actors -> Ray -> whatever is left in the run's sessions -> files -> verify
-Each wait is bounded and ends in SIGKILL. Imports neither ray nor torch. Single-threaded.
+    4. routers     the front end
+    run: what ends is started again in place (cli/supervisor.py)
+    stop: routers drain -> controller ends the actors -> Ray -> whatever is left in the run's sessions -> files -> verify
+Each wait is bounded and ends in SIGKILL. The ports are held from start to stop, so nobody takes one while its process is
+away. Imports neither ray nor torch. Single-threaded.
 """
 
 from __future__ import annotations
@@ -13,58 +15,34 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
 from baton.config import LOOPBACK, ClusterConfig
 from baton.config_load import to_json
+from baton.errors import ConfigError
 from cli.guard import Guard
-from cli.ports import free_port, is_listening, listener_pid
-from cli.processes import Child, adopt_orphans, end_child, end_sessions, is_stopped, living_pids, spawn
+from cli.ports import HeldPorts, free_port, is_listening, listener_pid
+from cli.processes import Child, adopt_orphans, end_children, end_sessions, is_stopped, living_pids, spawn
 from cli.run_folder import ClusterRecord, RunFolder, write_private
 from cli.shared_memory import SharedMemory
 from cli.signals import Signals
+from cli.supervisor import ClusterFailed, Part, supervise
 from cli.terminal import say, step
 from router.controller import ray_head
 
 _RAY_START_S = 60.0  # measured: 4-5 s on 2 idle cores
 _PROCESS_START_S = 60.0  # measured: 1-3 s
 _STOP_S = 15.0  # a controller stops its actors in 4 s at most; Ray's head needs 1-2 s
-_STUCK_STOP_S = 3.0  # where one of ours is SIGSTOPped, others may wait for it for ever
+_STUCK_STOP_S = 3.0  # where one of ours is SIGSTOPped or Ray's head is away, others may wait for it for ever
 _HURRY_S = 3.0  # for a router told twice to end its running calls with their error; that takes milliseconds
 _SWEEP_S = 10.0
 _LOOK_S = 0.05  # between two looks at a starting process; start-up takes seconds
-
-
-class ClusterFailed(Exception):
-    """One line, with what to do; `log` may hold the last lines of the process concerned."""
-
-    def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(message)
-        self.log = log
-
-    @classmethod
-    def ended(cls, child: Child) -> ClusterFailed:
-        """A process ended by itself: its own last word ("router: port ..."), who killed it, or what it logged."""
-        exit_code = child.popen.wait()
-        if exit_code < 0:
-            name = signal.Signals(-exit_code).name
-            return cls(f"{child.name} was killed ({name}); the cluster cannot go on without it: run the command again")
-        last_word = child.log_tail(1)
-        if last_word.startswith(f"{child.name}: "):
-            return cls(last_word)
-        return cls(
-            f"{child.name} ended with exit code {exit_code}; its last words follow, run the command again",
-            child.log_tail(),
-        )
 
 
 class Cluster:
@@ -74,7 +52,10 @@ class Cluster:
         self.config = _with_ports(config)
         self.folder = RunFolder(self.config.controller.admin_port)
         self._signals = signals
-        self._children: list[Child] = []
+        self._ports = HeldPorts()
+        self._ray_port = free_port()
+        self._parts: list[Part] = []
+        self._sessions: set[int] = set()  # of processes that may have left something
         self._guard: Guard | None = None
         self._temp_dir: Path | None = None
         self._shm = SharedMemory()
@@ -90,41 +71,73 @@ class Cluster:
         """
         self.folder.take()
         self.folder.write_secrets()
+        self._hold_ports()
         adopt_orphans()
         # Ray puts Unix sockets below it, and their paths end at 107 bytes: a short folder, not the run folder.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="baton-ray-"))
         self._guard = Guard(self._temp_dir)
-        self._start_ray()
-        self._start_controller()
-        self._start_router()
+        self._write_configs()
+        for title, parts in self._plan(self._temp_dir):
+            with step(title):
+                self._start_parts(parts)
         self._await_workers()
         self._await_router()
 
-    def _start_ray(self) -> None:
-        port = free_port()
-        self._configure(ray_address=f"{LOOPBACK}:{port}", run_dir=str(self.folder.path))
-        assert self._temp_dir is not None
-        command = ray_head.command(port, self._temp_dir, os.cpu_count() or 1)
-        with step("Starting Ray"):
-            head = self._spawn("ray", command)
-            self._await(head, _RAY_START_S, lambda: ray_head.READY_LINE in head.log_file.read_text(errors="replace"))
+    def _plan(self, temp_dir: Path) -> list[tuple[str, list[Part]]]:
+        """The parts in the order of their start, those of one step together."""
+        names, started = self._router_names(), "workers and running calls go on without it"
+        routers = [
+            self._module(n, "router.main", self.folder.router_file(n), _MEANWHILE_ROUTER[len(names) > 1]) for n in names
+        ]
+        head = ray_head.head_command(self._ray_port, temp_dir)
+        node = ray_head.node_command(f"{LOOPBACK}:{self._ray_port}", os.cpu_count() or 1)
+        return [
+            ("Starting Ray", [self._ray("ray", head, started)]),
+            ("Starting Ray's node", [self._ray("ray-node", node, "its workers end with it, and calls wait for them")]),
+            (
+                "Starting the controller",
+                [
+                    self._module(
+                        "controller",
+                        "router.controller.main",
+                        self.folder.config_file,
+                        f"{started}, no orders are taken",
+                    )
+                ],
+            ),
+            (f"Starting the router{'s' * (len(routers) > 1)}", routers),
+        ]
 
-    def _start_controller(self) -> None:
-        with step("Starting the controller"):
-            write_private(self.folder.config_file, to_json(self.config))
-            module = ("-m", "router.controller.main", "--config", str(self.folder.config_file))
-            child = self._spawn("controller", [sys.executable, *module])
-            ready = self._await_ready_line(child)
-        router = dataclasses.replace(self.config.router, control_address=str(ready["control_address"]))
-        self.config = dataclasses.replace(self.config, router=router)
+    def _ray(self, name: str, command: list[str], meanwhile: str) -> Part:
+        def start() -> Child:
+            assert self._temp_dir is not None
+            ray_head.before_restart(self._temp_dir)
+            return self._spawn(name, command)
 
-    def _start_router(self) -> None:
-        with step("Starting the router"):
-            write_private(self.folder.router_file, to_json(self.config.router))
-            module = ("-m", "router.main", "--config", str(self.folder.router_file))
-            child = self._spawn("router", [sys.executable, *module])
-            self._write_record()
-            self._await_ready_line(child)
+        return Part(name, start, lambda child: ray_head.READY_LINE in child.said(), _RAY_START_S, meanwhile)
+
+    def _module(self, name: str, module: str, config_file: Path, meanwhile: str) -> Part:
+        command = [sys.executable, "-m", module, "--config", str(config_file)]
+        return Part(name, lambda: self._spawn(name, command), _said_ready, _PROCESS_START_S, meanwhile)
+
+    def _router_names(self) -> list[str]:
+        count = self.config.router.processes
+        return ["router"] if count == 1 else [f"router-{index}" for index in range(count)]
+
+    def _start_parts(self, parts: list[Part]) -> None:
+        for part in parts:
+            self._parts.append(part)
+            part.begin()
+        self._write_record()
+        for part in parts:
+            deadline_s = time.monotonic() + part.patience_s
+            assert part.child is not None
+            while not part.is_up(part.child):
+                if time.monotonic() > deadline_s:
+                    raise ClusterFailed(f"{part.name} is not ready after {part.patience_s:g} s", part.child.log_tail())
+                self._pause()
+            part.state = "up"
+        self._write_record()
 
     def _await_workers(self) -> None:
         """Wait until each worker is ready; one that failed to start ends the wait."""
@@ -144,55 +157,64 @@ class Cluster:
                 self._pause()
 
     def _await_router(self) -> None:
+        """Every router, each on its own port where they share one."""
         deadline_s = time.monotonic() + _PROCESS_START_S
-        url = f"http://{LOOPBACK}:{self.config.router.http_port}/readyz"
-        with step("Connecting router and workers"):
-            while True:
-                try:
-                    if httpx.get(url, timeout=2.0).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass  # not listening yet
-                if time.monotonic() > deadline_s:
-                    raise ClusterFailed(f"the router is not ready after {_PROCESS_START_S:g} s; see {self.folder.logs}")
-                self._pause()
+        with step("Connecting routers and workers"):
+            for port in self._metrics_ports():
+                while not _answers_ready(port):
+                    if time.monotonic() > deadline_s:
+                        raise ClusterFailed(
+                            f"the router is not ready after {_PROCESS_START_S:g} s; see {self.folder.logs}"
+                        )
+                    self._pause()
 
-    def _configure(self, *, ray_address: str, run_dir: str) -> None:
-        controller = dataclasses.replace(self.config.controller, ray_address=ray_address, run_dir=run_dir)
+    def _hold_ports(self) -> None:
+        router, controller = self.config.router, self.config.controller
+        for port, flag in (
+            (router.http_port, "--http-port"),
+            (router.grpc_port, "--grpc-port"),
+            (controller.admin_port, "--admin-port"),
+            (controller.control_port, "controller.control_port"),
+        ):
+            if not self._ports.hold(port):
+                raise ConfigError(f"port {port} was taken a moment ago; choose another with {flag}", field=flag)
+
+    def _write_configs(self) -> None:
+        """What each process reads, at its start and at every later one."""
+        controller = dataclasses.replace(
+            self.config.controller, ray_address=f"{LOOPBACK}:{self._ray_port}", run_dir=str(self.folder.path)
+        )
         self.config = dataclasses.replace(self.config, controller=controller)
+        write_private(self.folder.config_file, to_json(self.config))
+        self._process_ports = (
+            {name: free_port() for name in self._router_names()} if self.config.router.processes > 1 else {}
+        )
+        for name in self._router_names():
+            router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0))
+            write_private(self.folder.router_file(name), to_json(router))
+        self.folder.write_targets(self._metrics_ports())
+
+    def _metrics_ports(self) -> list[int]:
+        return list(self._process_ports.values()) or [self.config.router.http_port]
 
     def _spawn(self, name: str, command: list[str]) -> Child:
-        environ = ray_head.environ(self.folder.ray_token_file)
+        assert self._temp_dir is not None
+        environ = ray_head.environ(self.folder.ray_token_file, self._temp_dir)
         child = spawn(name, command, environ, self.folder.logs / f"{name}.log")
-        self._children.append(child)
+        self._sessions.add(child.pid)
         assert self._guard is not None
         self._guard.watch(child.pid)
         return child
 
-    def _await_ready_line(self, child: Child) -> dict[str, object]:
-        """What the process said of itself once it served."""
-        self._await(child, _PROCESS_START_S, lambda: _ready_line(child) is not None)
-        ready = _ready_line(child)
-        assert ready is not None
-        return ready
-
-    def _await(self, child: Child, timeout_s: float, is_ready: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not is_ready():
-            if time.monotonic() > deadline_s:
-                raise ClusterFailed(f"{child.name} is not ready after {timeout_s:g} s", child.log_tail())
-            self._pause()
-
     def _pause(self) -> None:
         """A short wait that ends at once, with an exception, when the user or a dead child ends the start."""
         self._signals.pause(_LOOK_S)
-        for child in self._children:
-            if child.popen.poll() is not None:
+        for child in self._children():
+            if not child.is_running:
                 raise ClusterFailed.ended(child)
 
     def _write_record(self) -> None:
         router, controller = self.config.router, self.config.controller
-        pids = {child.name: child.pid for child in self._children}
         self.folder.write_record(
             ClusterRecord(
                 os.getpid(),
@@ -200,7 +222,10 @@ class Cluster:
                 router.http_port,
                 router.grpc_port,
                 controller.admin_port,
-                pids,
+                {child.name: child.pid for child in self._children()},
+                self._process_ports,
+                {part.name: part.state for part in self._parts},
+                {part.name: part.restarts.num_ends for part in self._parts},
             )
         )
 
@@ -215,20 +240,19 @@ class Cluster:
         )
 
     def wait(self) -> None:
-        """Sleep until the user asks to stop.
+        """Keep everything running until the user asks to stop.
 
         Raises:
-            ClusterFailed: a process ended by itself.
+            ClusterFailed: a process ended again and again.
         """
-        pid_fds = {os.pidfd_open(child.pid): child for child in self._children}
-        try:
-            readable, _, _ = select.select([self._signals.fd, *pid_fds], [], [])
-        finally:
-            for fd in pid_fds:
-                os.close(fd)
-        for fd in readable:
-            if dead := pid_fds.get(fd):
-                raise ClusterFailed.ended(dead)
+        supervise(self._parts, self._signals, self._bury, self._write_record)
+
+    def _bury(self, child: Child) -> None:
+        """End what a dead process left; its session's number may be another's from then on."""
+        if not end_sessions({child.pid}, _SWEEP_S):
+            self._sessions.discard(child.pid)
+            assert self._guard is not None
+            self._guard.forget(child.pid)
 
     # -- stop --------------------------------------------------------------------------------------------------------
 
@@ -238,68 +262,90 @@ class Cluster:
         Returns:
             What is left, one line each; empty = nothing.
         """
-        children = {child.name: child for child in self._children}
-        if router := children.get("router"):
+        children = {child.name: child for child in self._children()}
+        if routers := [child for name, child in children.items() if name.startswith("router")]:
             with step("Draining and stopping the router (Ctrl-C again skips the wait)"):
                 self._signals.clear()
-                end_child(router, self.config.router.drain_s, self._signals.fd, _HURRY_S)
+                end_children(routers, self.config.router.drain_s, self._signals.fd, _HURRY_S)
         with step("Stopping workers and Ray"):
-            for name in ("controller", "ray"):
+            for name in ("controller", "ray-node", "ray"):
                 if child := children.get(name):
-                    end_child(child, self._patience_s(), None)
-            left = [f"process {pid}" for pid in end_sessions(self._sessions(), _SWEEP_S)]
+                    end_children([child], self._patience_s(children), None)
+            left = [f"process {pid}" for pid in end_sessions(self._sessions, _SWEEP_S)]
         left += self._shm.clean()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             left += [f"folder {self._temp_dir}"] if self._temp_dir.exists() else []
+        self._ports.release()
         left += [f"port {port}" for port in self._held_ports()]
         if self._guard is not None:
             self._guard.dismiss()
         self.folder.release(remove=remove_folder and not left)
         return left
 
-    def _patience_s(self) -> float:
-        stuck = any(is_stopped(pid) for pid in living_pids(self._sessions()))
-        if stuck:
+    def _patience_s(self, children: dict[str, Child]) -> float:
+        if any(is_stopped(pid) for pid in living_pids(self._sessions)):
             say("  a process is stopped: nothing waits for it long")
-        return _STUCK_STOP_S if stuck else _STOP_S
+            return _STUCK_STOP_S
+        return _STOP_S if "ray" in children and children["ray"].is_running else _STUCK_STOP_S
 
-    def _sessions(self) -> set[int]:
-        return {child.pid for child in self._children}
+    def _children(self) -> list[Child]:
+        return [part.child for part in self._parts if part.child is not None]
 
     def _held_ports(self) -> list[int]:
         router, controller = self.config.router, self.config.controller
-        addresses = (controller.ray_address, router.control_address)
-        ports = [router.http_port, router.grpc_port, controller.admin_port]
-        ports += [int(address.rpartition(":")[2]) for address in addresses if address]
-        return [port for port in ports if self._children and is_listening(port) and not self._is_foreign(port)]
+        ports = [router.http_port, router.grpc_port, controller.admin_port, controller.control_port, self._ray_port]
+        return [port for port in ports if self._parts and is_listening(port) and not self._is_foreign(port)]
 
     def _is_foreign(self, port: int) -> bool:
         """Somebody else took the port since it was given up."""
         pid = listener_pid(port)
-        return pid is not None and pid not in living_pids(self._sessions())
+        return pid is not None and pid not in living_pids(self._sessions)
+
+
+_MEANWHILE_ROUTER = (  # by whether there are others
+    "its calls are broken off and new ones are refused",
+    "its calls are broken off, the other routers take new ones",
+)
 
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:
-    """Replace port 0 by free ones: everything that is said and written names real ports."""
+    """Replace port 0 by free ones: everything that is said and written names real ports, which stay the same."""
     router, controller = config.router, config.controller
+    control_port = controller.control_port or free_port()
     return dataclasses.replace(
         config,
         router=dataclasses.replace(
-            router, http_port=router.http_port or free_port(), grpc_port=router.grpc_port or free_port()
+            router,
+            http_port=router.http_port or free_port(),
+            grpc_port=router.grpc_port or free_port(),
+            control_address=f"{LOOPBACK}:{control_port}",
+            shared_ports=True,
         ),
-        controller=dataclasses.replace(controller, admin_port=controller.admin_port or free_port()),
+        controller=dataclasses.replace(
+            controller,
+            admin_port=controller.admin_port or free_port(),
+            control_port=control_port,
+            shared_ports=True,
+        ),
     )
 
 
-def _ready_line(child: Child) -> dict[str, object] | None:
-    """The one JSON line with a pid that is not a log line."""
-    for line in child.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
+def _answers_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://{LOOPBACK}:{port}/readyz", timeout=2.0).status_code == 200
+    except httpx.TransportError:
+        return False  # not listening yet
+
+
+def _said_ready(child: Child) -> bool:
+    """It wrote the one JSON line with a pid that is not a log line."""
+    for line in child.said().splitlines():
         if line.startswith("{"):
             try:
                 said = json.loads(line)
             except ValueError:
                 continue  # half a line: the rest comes
             if "pid" in said and "event" not in said:
-                return dict(said)
-    return None
+                return True
+    return False

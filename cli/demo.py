@@ -15,9 +15,10 @@ from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from cli.chat import show_stats, stream_chat
 from cli.checks import check_all
-from cli.cluster import Cluster, ClusterFailed
+from cli.cluster import Cluster
 from cli.options import add_config_flags, load_config
 from cli.signals import INTERRUPTED, Interrupted, Signals
+from cli.supervisor import ClusterFailed
 from cli.terminal import say
 from cli.up import explain, report_left
 

@@ -1,7 +1,8 @@
 """`python -m cli.guard <folder to remove>`: ends a run whose `baton up` was killed and could not do it itself.
 
-Standard input, whose other end `baton up` holds, carries one line per process session of the run, and "done" once all is
-clean. End of file without "done" = `baton up` is gone: end every process of these sessions, remove the temporary folder.
+Standard input, whose other end `baton up` holds, carries one line per process session of the run, the same with a minus
+once that session is empty (its number may then be another's), and "done" once all is clean. End of file without "done" =
+`baton up` is gone: end every process of these sessions, remove the temporary folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from cli.processes import end_sessions, living_pids
@@ -38,6 +40,9 @@ class Guard:
     def watch(self, session: int) -> None:
         self._say(str(session))
 
+    def forget(self, session: int) -> None:
+        self._say(f"-{session}")
+
     def dismiss(self) -> None:
         """Say that all is clean, and collect the guard."""
         self._say(_DONE)
@@ -60,7 +65,7 @@ def main() -> int:
     lines = sys.stdin.read().split()
     if _DONE in lines:
         return 0
-    sessions = [int(line) for line in lines]
+    sessions = sessions_of(lines)
     for pid in living_pids(sessions):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -70,6 +75,16 @@ def main() -> int:
     left = end_sessions(sessions, _KILL_S)
     shutil.rmtree(temp_dir, ignore_errors=True)
     return 1 if left else 0
+
+
+def sessions_of(lines: Iterable[str]) -> set[int]:
+    """Those that were said and not taken back."""
+    sessions: set[int] = set()
+    for number in map(int, lines):
+        sessions.discard(-number)
+        if number > 0:
+            sessions.add(number)
+    return sessions
 
 
 if __name__ == "__main__":

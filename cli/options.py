@@ -29,6 +29,7 @@ FLAGS = (
     Flag("--max-model-len", "model.max_model_len", int, "tokens of prompt and answer; 0 = the model's own"),
     Flag("--http-port", "router.http_port", int, "OpenAI HTTP API"),
     Flag("--grpc-port", "router.grpc_port", int, "gRPC API"),
+    Flag("--routers", "router.processes", int, "router processes that share the two ports"),
     Flag("--admin-port", "controller.admin_port", int, "admin endpoint; also names the cluster on this machine"),
     Flag("--block-size", "engine.block_size", int, "tokens per KV block"),
     Flag("--num-blocks", "engine.num_blocks", int, "KV blocks per worker; 0 = from --kv-memory-bytes"),

@@ -12,6 +12,30 @@ from baton.config import LOOPBACK
 _LISTEN = "0A"  # TCP_LISTEN, linux/net/tcp_states.h
 
 
+class HeldPorts:
+    """Ports that this process holds without listening, for others that listen there with SO_REUSEPORT: while none of them
+    does, a caller is refused at once, and nobody else can take the port."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def hold(self, port: int) -> bool:
+        """Returns False where somebody else has it."""
+        holder = socket.socket()
+        self._sockets.append(holder)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            holder.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return not _listening_sockets(port)  # of this user, and it shares the port, too
+
+    def release(self) -> None:
+        for holder in self._sockets:
+            holder.close()
+        self._sockets.clear()
+
+
 def free_port() -> int:
     """A port that nobody holds now; the system hands out others for a while before it comes round again."""
     with socket.socket() as probe:

@@ -41,20 +41,43 @@ class Child:
     name: str
     popen: subprocess.Popen[bytes]
     log_file: Path
+    log_start: int = 0  # bytes that its predecessors wrote
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def said(self) -> str:
+        """All that it wrote so far."""
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_start)
+            return log.read().decode(errors="replace")
+
     def log_tail(self, num_lines: int = 5) -> str:
         """The last lines it said, for an error message."""
-        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+        return "\n".join(self.said().splitlines()[-num_lines:])
+
+    def last_word(self) -> str:
+        """What it says of its own end ("router: port 80 ..."), without its name; "" = nothing."""
+        kind, word = self.name.partition("-")[0], self.log_tail(1)
+        return word.removeprefix(f"{kind}: ") if word.startswith(f"{kind}: ") else ""
+
+    def how_it_ended(self) -> str:
+        exit_code = self.popen.wait()
+        if exit_code < 0:
+            return f"was killed ({signal.Signals(-exit_code).name})"
+        word = self.last_word()
+        return f"ended ({word})" if word else f"ended with exit code {exit_code}"
 
 
 def spawn(name: str, command: Sequence[str], environ: Mapping[str, str], log_file: Path) -> Child:
-    """Start a process; stdout and stderr go to its log file."""
-    with log_file.open("wb") as log:
+    """Start a process; stdout and stderr are appended to its log file."""
+    with log_file.open("ab") as log:
+        log_start = log.tell()
         popen = subprocess.Popen(
             command,
             env={**os.environ, **environ},
@@ -63,7 +86,7 @@ def spawn(name: str, command: Sequence[str], environ: Mapping[str, str], log_fil
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Child(name, popen, log_file)
+    return Child(name, popen, log_file, log_start)
 
 
 def adopt_orphans() -> None:
@@ -89,27 +112,30 @@ def process_name(pid: int) -> str:
     return "?"
 
 
-def end_child(child: Child, patience_s: float, interrupt_fd: int | None = None, hurry_s: float = 0.0) -> bool:
-    """SIGTERM, then SIGKILL after `patience_s` or once `interrupt_fd` is readable; at once if it is stopped.
+def end_children(
+    children: Sequence[Child], patience_s: float, interrupt_fd: int | None = None, hurry_s: float = 0.0
+) -> bool:
+    """SIGTERM to all, then SIGKILL after `patience_s` or once `interrupt_fd` is readable; to those that are stopped at once.
 
     With `hurry_s` a second SIGTERM comes before the SIGKILL and has that long to work.
 
     Returns:
-        Whether it ended by itself.
+        Whether they ended by themselves.
     """
-    if child.popen.poll() is not None:
-        return True
-    child.popen.terminate()
-    if not is_stopped(child.pid):
-        if _wait_for(child, patience_s, interrupt_fd):
-            return True
-        if hurry_s > 0:
+    left = [child for child in children if child.is_running]
+    for child in left:
+        child.popen.terminate()
+    able = [child for child in left if not is_stopped(child.pid)]
+    stopped = [child for child in left if child not in able]
+    able = _wait_for(able, patience_s, interrupt_fd)
+    if able and hurry_s > 0:
+        for child in able:
             child.popen.terminate()
-            if _wait_for(child, hurry_s, None):
-                return True
-    child.popen.kill()
-    child.popen.wait()
-    return False
+        able = _wait_for(able, hurry_s, None)
+    for child in able + stopped:
+        child.popen.kill()
+        child.popen.wait()
+    return not able and not stopped
 
 
 def end_sessions(sessions: Collection[int], patience_s: float) -> list[int]:
@@ -144,18 +170,20 @@ def _is_own_zombie(stat: _Stat, sessions: Collection[int]) -> bool:
     return stat.state == "Z" and stat.parent == os.getpid() and stat.session in sessions
 
 
-def _wait_for(child: Child, timeout_s: float, interrupt_fd: int | None) -> bool:
-    """Wait without polling: a pidfd is readable once its process is gone."""
-    pid_fd = os.pidfd_open(child.pid)
-    try:
-        fds = [pid_fd] if interrupt_fd is None else [pid_fd, interrupt_fd]
-        readable, _, _ = select.select(fds, [], [], timeout_s)
-    finally:
-        os.close(pid_fd)
-    if pid_fd not in readable:
-        return False
-    child.popen.wait()
-    return True
+def _wait_for(children: list[Child], timeout_s: float, interrupt_fd: int | None) -> list[Child]:
+    """Wait without polling: a pidfd is readable once its process is gone. Returns who is still there."""
+    deadline_s = time.monotonic() + timeout_s
+    interrupt_fds = [] if interrupt_fd is None else [interrupt_fd]
+    with contextlib.ExitStack() as stack:
+        pid_fds = {child.pid: os.pidfd_open(child.pid) for child in children}
+        for fd in pid_fds.values():
+            stack.callback(os.close, fd)
+        while left := [child for child in children if child.is_running]:
+            fds = [pid_fds[child.pid] for child in left]
+            readable, _, _ = select.select(fds + interrupt_fds, [], [], max(0.0, deadline_s - time.monotonic()))
+            if not readable or set(readable) <= set(interrupt_fds):
+                break
+    return [child for child in children if child.is_running]
 
 
 def _pids() -> Iterator[int]:

@@ -1,8 +1,9 @@
 """The run folder of a cluster: $BATON_HOME/run/<admin port>, mode 0700, so the admin port names a cluster on this machine.
 
 lock            held by the `baton up` that owns the folder
-cluster.json    where everything is: pids, ports; there while the cluster runs
-config.json     the resolved configuration; router.json the router's part of it
+cluster.json    where everything is: pids, ports, what ended and was started again; there while the cluster runs
+routers.json    where each router's own metrics are, in the form that Prometheus reads (file_sd_config)
+config.json     the resolved configuration; router-<n>.json a router's part of it
 tokens.json     admin tokens, 0600; ray.token Ray's, 0600
 logs/           one file per process, of the last run
 slo.sqlite      the SLO classes and their history: outlives runs
@@ -15,9 +16,11 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from baton.config import LOOPBACK
 from baton.errors import ConfigError, NotFound
 from baton.model_store import store_dir
 
@@ -34,13 +37,17 @@ class ClusterRecord:
     grpc_port: int
     admin_port: int
     pids: dict[str, int]  # child process -> pid
+    process_ports: dict[str, int] = field(default_factory=dict)  # of each router that has one: its own HTTP port
+    states: dict[str, str] = field(
+        default_factory=dict
+    )  # child process -> up | starting | waiting (to be started again)
+    num_ends: dict[str, int] = field(default_factory=dict)  # child process -> how often it ended and was started again
 
 
 class RunFolder:
     def __init__(self, admin_port: int) -> None:
         self.path = store_dir() / "run" / str(admin_port)
         self.config_file = self.path / "config.json"
-        self.router_file = self.path / "router.json"
         self.tokens_file = self.path / "tokens.json"
         self.ray_token_file = self.path / "ray.token"
         self.logs = self.path / "logs"
@@ -91,8 +98,19 @@ class RunFolder:
         write_private(self.tokens_file, json.dumps(tokens, indent=2))
         write_private(self.ray_token_file, secrets.token_hex(32))
 
+    def router_file(self, name: str) -> Path:
+        return self.path / f"{name}.json"
+
     def write_record(self, record: ClusterRecord) -> None:
-        write_private(self._record_file, json.dumps(asdict(record), indent=2))
+        """Atomically: `baton status` may read at any time."""
+        new = self._record_file.with_suffix(".new")
+        write_private(new, json.dumps(asdict(record), indent=2))
+        new.replace(self._record_file)
+
+    def write_targets(self, ports: Iterable[int]) -> None:
+        """Name the HTTP ports whose /metrics are each one process's own."""
+        targets = [{"targets": [f"{LOOPBACK}:{port}" for port in ports], "labels": {"job": "baton-router"}}]
+        write_private(self.path / "routers.json", json.dumps(targets, indent=2))
 
     def read_record(self) -> ClusterRecord:
         """Raises: NotFound: no cluster runs with this admin port."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from baton.config import ClusterConfig
 from baton.errors import BatonError
 from cli.checks import check_all
-from cli.cluster import Cluster, ClusterFailed
+from cli.cluster import Cluster
 from cli.options import add_config_flags, load_config
 from cli.signals import INTERRUPTED, Interrupted, Signals
+from cli.supervisor import ClusterFailed
 from cli.terminal import fail, output, say
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from pathlib import Path
 import grpc
 import uvicorn
 
-from baton.config import ClusterConfig, WorkerConfig
+from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
 from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError
 from baton.log import configure, get_log
@@ -68,12 +68,13 @@ async def _serve(cluster: ClusterConfig) -> None:
     run_dir = Path(config.run_dir)
     store = await asyncio.to_thread(SQLiteSLOStore, Path(config.slo_store or run_dir / SLO_FILE), time.time)
     controller = Controller(config, store)
-    control = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # a taken port is an error, not a second listener
+    # A taken port is an error, not a second listener, unless it is held for this process.
+    control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports))])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
     control_address = f"{config.host}:{_bind_control(control, config.host, config.control_port)}"
     fleet = _RayFleet(controller, cluster, control_address)
     await control.start()
-    listener = _bind_admin(config.host, config.admin_port)
+    listener = _bind_admin(config)
     app = make_app(controller, cluster, read_tokens(run_dir / TOKENS_FILE))
     admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
@@ -205,12 +206,12 @@ def _bind_control(server: grpc.aio.Server, host: str, port: int) -> int:
         ) from error
 
 
-def _bind_admin(host: str, port: int) -> socket.socket:
+def _bind_admin(config: ControllerConfig) -> socket.socket:
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((config.host, config.admin_port), reuse_port=config.shared_ports)
     except OSError as error:
         raise ConfigError(
-            f"admin port {port}: {error.strerror}; move it with --admin-port", field="admin_port"
+            f"admin port {config.admin_port}: {error.strerror}; move it with --admin-port", field="admin_port"
         ) from error
 
 

@@ -19,12 +19,13 @@ from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2
 from cli.chat import stream_chat
 from cli.checks import check_context, check_memory, check_port, check_shared_memory, num_parameters
-from cli.cluster import Cluster, ClusterFailed
+from cli.cluster import Cluster
 from cli.main import main
 from cli.processes import spawn
 from cli.run_folder import ClusterRecord, RunFolder
 from cli.shared_memory import SharedMemory
 from cli.signals import Signals
+from cli.supervisor import ClusterFailed
 
 SMOLLM2 = ModelSpec(
     name="smollm2",

@@ -69,8 +69,8 @@ class Up:
         [worker] = json.loads(answer.stdout)["workers"]
         return dict(worker)
 
-    def pids_named(self, words: str) -> list[int]:
-        return [pid for pid in self.living() if words in process_name(pid)]
+    def pids_named(self, words: str, part: str) -> list[int]:
+        return [pid for pid in living_pids([self.sessions[part]]) if words in process_name(pid)]
 
     def living(self) -> list[int]:
         return living_pids(self.sessions.values())
@@ -135,7 +135,7 @@ def test_a_killed_worker_comes_back_and_a_stuck_ray_still_stops_with_nothing_lef
     assert f"admin port {cluster.ports[2]}" in second.stderr
     assert "--admin-port" in second.stderr
 
-    [raylet] = cluster.pids_named("raylet/raylet")
+    [raylet] = cluster.pids_named("raylet/raylet", "ray-node")
     os.kill(raylet, signal.SIGSTOP)
     assert cluster.end(signal.SIGINT) == 0, cluster.output
     assert "no process, port or shared-memory file is left" in cluster.output
