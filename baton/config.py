@@ -37,6 +37,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2_048  # token budget of one step
     chunk_tokens: int = 512  # largest prefill chunk of one sequence in one step
     prefix_cache: bool = True
+    deterministic: bool = False  # batch-invariant numerics; their price: docs/determinism.md
     num_threads: int = 0  # torch intra-op threads; 0 = cores / workers on this host, at least 1
     speculation: str = ""  # how tokens are guessed ahead; "" = not, all that the engine knows yet. Both ends must agree
     max_queued_seqs: int = 1_024  # submissions waiting in one worker; more are refused as Overloaded
@@ -80,6 +81,7 @@ class WorkerConfig:
     missed_heartbeats: int = 3  # then a router counts as gone
     outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
+    fabric: str = ""  # a label of its network: routers prefer pairs within one; "" = all alike
     parked_bytes: int = 64 << 20  # what clients may resume: 4,000 calls of 2k-token prompts (worker/parked.py)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -109,6 +111,8 @@ class RouterConfig:
     max_n: int = 16
     local_prefill_tokens: int = 0  # prompts up to this length are prefilled on the decode worker; 0 = never
     max_connection_age_s: float = 600.0
+    max_concurrent_streams: int = 1_000  # of one gRPC connection, HTTP/2's SETTINGS; more wait in the client. docs/grpc.md
+    max_session_calls: int = 1_024  # running calls of one bulk Session; at 4 KB of task and sinks each, 4 MB
     client_backlog_bytes: int = (
         4 << 20
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7

@@ -33,6 +33,7 @@ class ModelSpec:
     quantization: str = "none"  # of the stored weights, e.g. "Q4_1"; arithmetic is in the compute dtype
     weights_hash: str = ""  # sha256 of the weight files
     tokenizer_hash: str = ""  # sha256 of tokenizer.json
+    numerics: str = ""  # of a deterministic worker: a digest of what it computes; "" = numbers vary with the batch
 
     @property
     def rope(self) -> str:

@@ -18,6 +18,8 @@ from baton.model_files import ModelFiles
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
 from engine.models.attention import lay_out
+from engine.models.deterministic import make_deterministic, numerics_digest
+from engine.models.fixed_attention import FixedAttention
 from engine.models.llama import Llama
 from engine.ports import Batch, Sample
 from engine.sampler import sample
@@ -29,9 +31,12 @@ _GIB = 1 << 30
 class TorchRunner:
     """A model and its KV cache."""
 
-    def __init__(self, model: Llama, kv_cache: TorchKVCache) -> None:
+    def __init__(self, model: Llama, kv_cache: TorchKVCache, attention: FixedAttention | None = None) -> None:
+        """`attention`: how a deterministic model cuts it; None = as is quickest."""
         self.model = model
         self.kv_cache = kv_cache
+        self._attention = attention
+        self.numerics = "" if attention is None else numerics_digest(model, kv_cache, attention)  # of ModelSpec
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Sample | None]:
@@ -39,7 +44,7 @@ class TorchRunner:
         results: list[Sample | None] = [None] * len(batch.entries)
         if not batch.entries:
             return results
-        step = lay_out(batch.entries, self.kv_cache.layout.block_size)
+        step = lay_out(batch.entries, self.kv_cache.layout.block_size, self._attention)
         logits = self.model.forward(step, self.kv_cache.blocks)  # [R, V]
         rows = [batch.entries[i] for i in step.sampled_entries]
         for i, drawn in zip(step.sampled_entries, sample(logits, rows, self.model.spec.eos_token_ids), strict=True):
@@ -78,7 +83,9 @@ def load_torch_runner(
     architecture = ARCHITECTURES[files.spec.architecture]
     weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
     buffer = None if allocate is None else allocate(num_blocks * layout.block_bytes)
-    return TorchRunner(architecture(files.spec, weights), TorchKVCache(layout, num_blocks, buffer))
+    model = architecture(files.spec, weights)
+    attention = make_deterministic(model, engine.block_size) if engine.deterministic else None
+    return TorchRunner(model, TorchKVCache(layout, num_blocks, buffer), attention)
 
 
 def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:

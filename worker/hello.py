@@ -23,6 +23,7 @@ _COMPARED = (
     "rope",
     "quantization",
     "speculation",
+    "numerics",
     "tp_rank",
     "tp_size",
 )

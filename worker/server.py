@@ -13,7 +13,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import grpc
@@ -77,7 +77,8 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
     from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
 
     files = load_model_files(config.model.path)
-    return LoadedModel(files.spec, load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate))
+    runner = load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate)
+    return LoadedModel(replace(files.spec, numerics=runner.numerics), runner)
 
 
 class WorkerServer:
@@ -262,6 +263,7 @@ class WorkerServer:
             max_num_seqs=config.engine.max_num_seqs,
             kv_dtype=layout.dtype,
             kv_block_bytes=layout.block_bytes,
+            fabric=config.fabric,
         )
 
     def _hello(self, spec: ModelSpec, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:
@@ -277,6 +279,7 @@ class WorkerServer:
             quantization=spec.quantization,
             speculation=self._config.engine.speculation,
             fingerprint=spec.fingerprint,
+            numerics=spec.numerics,
             layout=layout,
             tp_rank=0,
             tp_size=1,

@@ -77,6 +77,7 @@ class Hello(_message.Message):
     TRANSPORT_KIND_FIELD_NUMBER: _builtins.int
     PAIR_NONCE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
@@ -96,6 +97,8 @@ class Hello(_message.Message):
     pair_nonce: _builtins.int
     """drawn by the opener; part of every tag of this pair"""
     speculation: _builtins.str
+    numerics: _builtins.str
+    """of a deterministic worker: a digest of what it computes; "" = numbers vary with the batch"""
     fingerprint: _builtins.str
     """of all that the fields above do not tell apart (baton/model_spec.py)"""
     @_builtins.property
@@ -120,11 +123,12 @@ class Hello(_message.Message):
         transport_kind: _builtins.str = ...,
         pair_nonce: _builtins.int = ...,
         speculation: _builtins.str = ...,
+        numerics: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "numerics", b"numerics", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

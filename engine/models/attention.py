@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.kv_fp8 import dequantise, quantise
+from engine.models.fixed_attention import FixedAttention, FixedGroup, attend_fixed
 from engine.ports import BatchEntry
 
 # Padded tokens that one decode group gathers: 3 MiB of the demo model's K and V per layer. Measured at batch 32 x 500
@@ -57,18 +58,22 @@ class StepTensors:
     slots: Tensor  # [T], block * S + offset: where each token's K and V go
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
+    fixed: list[FixedGroup]  # of a deterministic model, which has neither of the two above
     sampled_rows: Tensor  # [R]
     sampled_entries: list[int]  # [R], entry indices
 
 
-def lay_out(entries: Sequence[BatchEntry], block_size: int) -> StepTensors:
-    """Order the entries (decodes by length, then chunks) and build every index tensor of the step."""
+def lay_out(entries: Sequence[BatchEntry], block_size: int, attention: FixedAttention | None = None) -> StepTensors:
+    """Order the entries (decodes by length, then chunks) and build every index tensor of the step.
+
+    `attention`: how a deterministic model cuts it.
+    """
     singles = sorted((i for i, e in enumerate(entries) if len(e.token_ids) == 1), key=lambda i: entries[i].start)
     order = singles + [i for i, e in enumerate(entries) if len(e.token_ids) > 1]
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    chunks: list[Chunk] = []
+    chunks: list[tuple[BatchEntry, int]] = []  # and their first rows
     last_rows: list[int] = []
     for i in order:
         entry = entries[i]
@@ -79,15 +84,20 @@ def lay_out(entries: Sequence[BatchEntry], block_size: int) -> StepTensors:
         slots.extend(table[p // block_size] * block_size + p % block_size for p in range(entry.start, end))
         last_rows.append(len(token_ids) - 1)
         if len(entry.token_ids) > 1:
-            chunks.append(_chunk(entry, first, block_size))
+            chunks.append((entry, first))
     sampled = [(row, i) for row, i in zip(last_rows, order, strict=True) if entries[i].sample]
+    decodes = [entries[i] for i in singles]
+    fixed: list[FixedGroup] = []
+    if attention is not None:
+        fixed = attention.decode_groups(decodes) + [attention.group([entry], first) for entry, first in chunks]
     return StepTensors(
         order=order,
         token_ids=torch.tensor(token_ids),
         positions=torch.tensor(positions),
         slots=torch.tensor(slots),
-        decodes=decode_groups([entries[i] for i in singles], block_size),
-        chunks=chunks,
+        decodes=[] if fixed else decode_groups(decodes, block_size),
+        chunks=[] if fixed else [_chunk(entry, first, block_size) for entry, first in chunks],
+        fixed=fixed,
         sampled_rows=torch.tensor([row for row, _ in sampled], dtype=torch.int64),
         sampled_entries=[i for _, i in sampled],
     )
@@ -142,6 +152,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, step: StepTensors) ->
     for chunk in step.chunks:
         rows = slice(chunk.first, chunk.last)
         out[rows] = _attend_chunk(q[rows], [component[rows] for component in new], layer, chunk)
+    for fixed in step.fixed:
+        out[fixed.first : fixed.last] = _attend_fixed(q[fixed.first : fixed.last], layer, fixed)
     return out.flatten(1)
 
 
@@ -171,6 +183,19 @@ def _attend_decodes(q: Tensor, layer: Tensor, group: DecodeGroup) -> Tensor:
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask.to(q.dtype)
     )
     return out.reshape(batch, num_heads, head_dim)
+
+
+def _attend_fixed(q: Tensor, layer: Tensor, group: FixedGroup) -> Tensor:
+    """Attend from q [B * n, H, D] of a group to each sequence's own blocks. Returns the same shape."""
+    keys, values = (
+        _from_cache(layer[component].index_select(0, group.block_ids), torch.float32)
+        .view(group.num_sequences, -1, layer.shape[3], q.shape[-1])[:, : group.num_slots]
+        .masked_fill(group.padding, 0)  # as in _attend_decodes
+        for component in (0, 1)
+    )  # [B, num_slots, K, D]
+    per_sequence = q.float().view(group.num_sequences, -1, *q.shape[1:])  # [B, n, H, D]
+    parts = [attend_fixed(per_sequence[:, tile.first : tile.last], keys, values, tile) for tile in group.tiles]
+    return torch.cat(parts, 1).flatten(0, 1).to(q.dtype)
 
 
 def _attend_chunk(q: Tensor, new: Sequence[Tensor], layer: Tensor, chunk: Chunk) -> Tensor:

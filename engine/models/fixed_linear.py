@@ -1,0 +1,44 @@
+"""Matrix products whose rows do not depend on how many there are (fixed_sizes.py). Runs on the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from baton.errors import ConfigError
+from engine.models.fixed_sizes import agreeing, size_for
+from engine.models.linear import Linear
+
+# Numbers of rows that are tried: padding costs at most a third, and from 32 on a quarter.
+ROW_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
+
+
+class FixedLinear(Linear):
+    """A Linear whose rows do not depend on their number."""
+
+    def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
+        self.packed, self.weight, self.bias = linear.packed, linear.weight, linear.bias
+        self._sizes = sizes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, in] to [T, out]."""
+        if len(x) in self._sizes or not len(x):
+            return super().__call__(x)
+        parts = torch.split(x, self._sizes[-1])
+        return torch.cat([self._padded(part) for part in parts]) if len(parts) > 1 else self._padded(x)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        lacking = size_for(self._sizes, len(x)) - len(x)
+        return super().__call__(F.pad(x, (0, 0, 0, lacking)))[: len(x)]
+
+
+def row_sizes(linear: Linear, num_inputs: int, candidates: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """At which numbers of rows `linear` gives what it gives at the last of `candidates`, wherever in them a row stands."""
+    x = torch.randn(candidates[-1], num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    turned = linear(x.roll(1, 0)).roll(-1, 0)
+    if not torch.equal(turned, linear(x)):
+        raise ConfigError("engine.deterministic: a product's rows depend on their place", field="deterministic")
+    return agreeing(candidates, lambda size: linear(x[:size]), f"a product of {num_inputs} columns")
