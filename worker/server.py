@@ -27,19 +27,19 @@ from baton.kv_layout import KVLayout
 from baton.log import get_log
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
-from baton.v1 import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
 from engine.ports import Runner
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane, make_transport
+from worker.announcer import announce
 from worker.host import RoleBuilder, WorkerHost
 from worker.session_service import SessionService
 
 log = get_log("worker.server")
 
 START_TIMEOUT_S = 120.0  # reading and dequantising a model's weights from a cold disk
-ANNOUNCE_RETRY_S = 0.5
 STOP_GRACE_S = 1.0  # for streams to hear why they end; the Cancel bound of DESIGN section 5
 # A Submit carries token ids, 5 bytes each at most: 16 MiB is above 3 million tokens; KV never rides in gRPC.
 MAX_MESSAGE_BYTES = 16 << 20
@@ -223,30 +223,22 @@ class WorkerServer:
             await asyncio.gather(server.stop(STOP_GRACE_S), host.stop())  # the server first: nobody may come back
 
     async def _announce(self, host: WorkerHost) -> None:
-        """Tell the controller where we are, until it has heard."""
+        """Tell the controller where we are, as long as we serve."""
         config = self._config
-        if not config.control_address:
-            return
-        record = control_pb2.WorkerRecord(
-            worker_id=config.worker_id,
-            epoch=self.epoch,
-            address=self.address,
-            role=worker_pb2.Role.ValueType(host.role),
-            pid=os.getpid(),
-            state="ready",
-            fingerprint=self.fingerprint,
-        )
-        async with grpc.aio.insecure_channel(config.control_address) as channel:
-            control = control_pb2_grpc.ControlStub(channel)
-            while True:
-                try:
-                    answer = await control.Announce(control_pb2.AnnounceRequest(worker=record), timeout=5.0)
-                except grpc.aio.AioRpcError as error:
-                    log.warning("announce_failed", code=error.code().name)
-                    await asyncio.sleep(ANNOUNCE_RETRY_S)
-                    continue
-                host.adopt_wishes(answer)
-                return
+
+        def record() -> control_pb2.WorkerRecord:
+            return control_pb2.WorkerRecord(
+                worker_id=config.worker_id,
+                epoch=self.epoch,
+                address=self.address,
+                role=worker_pb2.Role.ValueType(host.role),
+                pid=os.getpid(),
+                state="ready",
+                fingerprint=self.fingerprint,
+            )
+
+        if config.control_address:
+            await announce(config.control_address, record, host.adopt_wishes)
 
     # --- who we are ---
 

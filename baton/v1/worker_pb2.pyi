@@ -343,7 +343,9 @@ class Reroute(_message.Message):
 
     SEQ_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    serial: _builtins.int
     @_builtins.property
     def decode(self) -> Global___Peer: ...
     def __init__(
@@ -351,10 +353,11 @@ class Reroute(_message.Message):
         *,
         seq: _builtins.int = ...,
         decode: Global___Peer | None = ...,
+        serial: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "seq", b"seq", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -789,6 +792,7 @@ class Opened(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    FABRIC_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___Role.ValueType
@@ -803,6 +807,8 @@ class Opened(_message.Message):
     """part of every block hash (baton/hashing.py)"""
     kv_block_bytes: _builtins.int
     """of one block in all layers"""
+    fabric: _builtins.str
+    """of its network, as configured; workers of one fabric reach each other the fast way"""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -824,10 +830,11 @@ class Opened(_message.Message):
         protocol_version: _builtins.int = ...,
         kv_dtype: _builtins.str = ...,
         kv_block_bytes: _builtins.int = ...,
+        fabric: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fabric", b"fabric", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,10 +945,13 @@ class Ended(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    REROUTE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     outcome: Global___Outcome.ValueType
     finish_reason: _builtins.int
     """serving.proto FinishReason"""
+    reroute: _builtins.int
+    """prefill: serial of the last Reroute obeyed, 0 = none"""
     @_builtins.property
     def error(self) -> Global___ErrorInfo: ...
     @_builtins.property
@@ -954,10 +964,11 @@ class Ended(_message.Message):
         finish_reason: _builtins.int = ...,
         error: Global___ErrorInfo | None = ...,
         stats: Global___SeqStats | None = ...,
+        reroute: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "outcome", b"outcome", "seq", b"seq", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "outcome", b"outcome", "reroute", b"reroute", "seq", b"seq", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1049,7 +1060,9 @@ class HandoffLost(_message.Message):
 
     SEQ_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    REROUTE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    reroute: _builtins.int
     @_builtins.property
     def error(self) -> Global___ErrorInfo: ...
     def __init__(
@@ -1057,10 +1070,11 @@ class HandoffLost(_message.Message):
         *,
         seq: _builtins.int = ...,
         error: Global___ErrorInfo | None = ...,
+        reroute: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "reroute", b"reroute", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
