@@ -102,7 +102,7 @@ class DecodeRole:
             self._give_up(decode, Cancelled("the router cancelled the call"))
         return True
 
-    def on_reroute(self, seq: int, peer: str) -> bool:
+    def on_reroute(self, seq: int, peer: str, serial: int) -> bool:
         return False  # nothing is handed over from here
 
     def on_router_lost(self, router_epoch: int) -> None:

@@ -37,6 +37,7 @@ class Prefill:
     pull: PullSource | None = None
     state: State = State.QUEUED
     started_s: float | None = None  # left the queues: nothing to wait for but a pull and the engine
+    reroute: int = 0  # serial of the last Reroute obeyed
     lost: BatonError | None = None  # why decode cannot have it; the router may name another one
     lost_s: float = 0.0
     reserve_sent_s: float | None = None

@@ -104,10 +104,11 @@ class PrefillRole:
         insort(self._queue, prefill.queued, key=_order)
         self._start_queued()
 
-    def on_reroute(self, seq: int, peer: str) -> bool:
+    def on_reroute(self, seq: int, peer: str, serial: int) -> bool:
         prefill = self._open.get(seq)
         if prefill is None or prefill.state is State.CLOSING or not prefill.needs_decode:
             return False
+        prefill.reroute = serial
         if prefill.lost is None:
             if prefill.peer == peer:
                 return True
@@ -467,7 +468,7 @@ class PrefillRole:
             return
         self._leave_decode(prefill, error.code, reason)
         prefill.lost = error
-        self._ports.sessions.handoff_lost(prefill.request.seq, error)
+        self._ports.sessions.handoff_lost(prefill.request.seq, error, prefill.reroute)
 
     def _leave_decode(self, prefill: Prefill, cause: str, reason: FailureReason) -> None:
         """Give the ticket back and stop its transfer: back to a state in which no decode worker has a part."""
@@ -514,7 +515,9 @@ class PrefillRole:
             return
         seq = prefill.request.seq
         stats = prefill.to_stats(self._ports.now_s(), self._ports.links.transport(prefill.peer))
-        message = worker_pb2.Ended(seq=seq, outcome=outcome, finish_reason=int(finish), stats=stats)
+        message = worker_pb2.Ended(
+            seq=seq, outcome=outcome, finish_reason=int(finish), stats=stats, reroute=prefill.reroute
+        )
         if error is not None:
             message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)

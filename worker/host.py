@@ -288,10 +288,10 @@ class WorkerHost:
         try:
             peer = self.links.open(reroute.decode, session.router_epoch)
         except BatonError as error:
-            session.handoff_lost(reroute.seq, error)
+            session.handoff_lost(reroute.seq, error, reroute.serial)
             return
         for role in self._roles:
-            role.on_reroute(reroute.seq, peer)
+            role.on_reroute(reroute.seq, peer, reroute.serial)
 
     def _on_find(self, session: RouterSession, find: worker_pb2.Find) -> None:
         now_s = self.now_s()

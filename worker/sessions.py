@@ -65,8 +65,9 @@ class RouterSession:
     def refused(self, seq: int, error: BatonError) -> None:
         self.send(worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=seq, error=error_to_pb(error))))
 
-    def handoff_lost(self, seq: int, error: BatonError) -> None:
-        self.send(worker_pb2.SessionEvent(handoff_lost=worker_pb2.HandoffLost(seq=seq, error=error_to_pb(error))))
+    def handoff_lost(self, seq: int, error: BatonError, reroute: int) -> None:
+        lost = worker_pb2.HandoffLost(seq=seq, error=error_to_pb(error), reroute=reroute)
+        self.send(worker_pb2.SessionEvent(handoff_lost=lost))
 
     @property
     def has_unsent(self) -> bool:
@@ -225,7 +226,7 @@ class Sessions:
         if session is not None:
             session.refused(seq, error)
 
-    def handoff_lost(self, seq: int, error: BatonError) -> None:
+    def handoff_lost(self, seq: int, error: BatonError, reroute: int) -> None:
         session = self._by_epoch.get(seq >> 32)
         if session is not None:
-            session.handoff_lost(seq, error)
+            session.handoff_lost(seq, error, reroute)

@@ -153,7 +153,7 @@ class RigSessions:
     def refused(self, seq: int, error: BatonError) -> None:
         self._put(seq, RefusedOut(seq, error))
 
-    def handoff_lost(self, seq: int, error: BatonError) -> None:
+    def handoff_lost(self, seq: int, error: BatonError, reroute: int) -> None:
         self._put(seq, LostOut(seq, error))
 
     def _put(self, seq: int, event: SessionOut) -> None:
@@ -494,10 +494,10 @@ class RigWorker:
         try:
             peer = self._link_to(reroute.decode)
         except BatonError as error:
-            self.sessions.handoff_lost(reroute.seq, error)
+            self.sessions.handoff_lost(reroute.seq, error, reroute.serial)
             return
         for role in self.roles:
-            role.on_reroute(reroute.seq, peer)
+            role.on_reroute(reroute.seq, peer, reroute.serial)
 
     def _pull_source(self, submit: worker_pb2.Submit) -> PullSource | None:
         if not submit.HasField("pull_from"):

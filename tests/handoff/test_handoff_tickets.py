@@ -198,7 +198,7 @@ def submit_again(rig: Rig, first: Call, prefill: str) -> list[str]:
     said: list[str] = []
     worker.sessions.refused = lambda seq, error: said.append(error.field)  # type: ignore[method-assign]
     worker.sessions.ended = lambda message: said.append(message.error.code)  # type: ignore[method-assign]
-    worker.sessions.handoff_lost = lambda seq, error: said.append(error.code)  # type: ignore[method-assign]
+    worker.sessions.handoff_lost = lambda seq, error, reroute: said.append(error.code)  # type: ignore[method-assign]
     request = replace(first.request, token_ids=changed_prompt(rig.rng, first.request.token_ids))
     worker.prefill.on_submit(request, link_of(worker), first.deadline_s)
     rig.cluster.run_until(lambda: bool(said), limit_s=5.0)

@@ -77,7 +77,7 @@ class Notes:
     def refused(self, seq: int, error: BatonError) -> None:
         self.refused_.append((seq, error))
 
-    def handoff_lost(self, seq: int, error: BatonError) -> None:
+    def handoff_lost(self, seq: int, error: BatonError, reroute: int) -> None:
         self.lost_.append((seq, error))
 
     def has_router(self, seq: int) -> bool:
