@@ -1,9 +1,9 @@
 /* From block hash to the workers that cache the block: the one inverted index of a router process.
  *
  * router/prefix_index.py says what it means; here is its memory. A table of SEGMENTS open-addressed parts, chosen by the hash's
- * low byte, so that growing one moves a 256th of all entries. An entry is 16 bytes: 8 of the block's hash, and its holders: up to
- * four ids inline, sorted, or the number of a bitset where there are more. Keys are the leading 8 of 16 bytes of blake2b: two of
- * 10 million blocks share them with a chance of 3e-6, and what comes out is a hint anyway.
+ * low byte, so that growing one moves a 256th of all entries. An entry is 16 bytes: 8 of the block's hash (its halves, one xor
+ * the other), and its holders: up to four ids inline, sorted, or the number of a bitset where there are more. Two of 10 million
+ * blocks share a key with a chance of 3e-6, and what comes out is a hint anyway.
  *
  * A worker is known by its row outside and by an id inside. `reset` gives the row a fresh id in O(1); entries of the old one are
  * dead, are swept a few at a time by later changes, and the id returns to use after a whole sweep. Entries move when one before
@@ -43,6 +43,7 @@ typedef struct {
     Segment segments[SEGMENTS];
     Py_ssize_t max_blocks, num_blocks, num_ignored;
     uint32_t max_rows, num_ids, num_words; /* ids 1 .. num_ids - 1; words of a bitset */
+    uint32_t used_words;                   /* of every bitset: beyond them no id was ever used */
     uint16_t *id_of_row;                   /* 0 = none */
     uint16_t *row_of_id;                   /* of living ids */
     uint8_t *state_of_id;                  /* of all ids */
@@ -171,9 +172,10 @@ static void clean(Index *index, Entry *entry) {
 
 /* ---- table ------------------------------------------------------------------------------------------------------------ */
 
-static uint64_t key_of(const char *hash) {
-    uint64_t key;
-    memcpy(&key, hash, sizeof key);
+static uint64_t key_of(const char *hash, size_t nbytes) {
+    uint64_t halves[2] = {0};
+    memcpy(halves, hash, nbytes < sizeof halves ? nbytes : sizeof halves);
+    uint64_t key = halves[0] ^ halves[1];
     return key ? key : 1;
 }
 
@@ -284,6 +286,7 @@ static uint16_t id_for(Index *index, Py_ssize_t row) {
     while (!(id = unused_id(index))) sweep(index);
     index->state_of_id[id] = ALIVE;
     index->row_of_id[id] = (uint16_t)row;
+    if (index->used_words < id / 64u + 1) index->used_words = id / 64u + 1;
     return index->id_of_row[row] = id;
 }
 
@@ -328,8 +331,8 @@ static void discard(Index *index, uint16_t id, Py_ssize_t row, uint64_t key) {
 /* Item i of a fast sequence as a key; 0 with an exception set where it is no hash. */
 static uint64_t key_at(PyObject *hashes, Py_ssize_t i) {
     PyObject *hash = PySequence_Fast_GET_ITEM(hashes, i);
-    if (PyBytes_Check(hash) && PyBytes_GET_SIZE(hash) >= 8) return key_of(PyBytes_AS_STRING(hash));
-    PyErr_Format(PyExc_ValueError, "hashes[%zd] is no block hash", i);
+    if (PyBytes_Check(hash)) return key_of(PyBytes_AS_STRING(hash), (size_t)PyBytes_GET_SIZE(hash));
+    PyErr_Format(PyExc_TypeError, "hash %zd is not bytes", i);
     return 0;
 }
 
@@ -365,16 +368,16 @@ static PyObject *Index_count(Index *index, PyObject *arg) {
 
 static void holders_to_bits(const Index *index, const Entry *entry, uint64_t *bits) {
     if (is_many(entry)) {
-        memcpy(bits, set_of(index, entry), index->num_words * sizeof *bits);
+        memcpy(bits, set_of(index, entry), index->used_words * sizeof *bits);
         return;
     }
-    memset(bits, 0, index->num_words * sizeof *bits);
+    memset(bits, 0, index->used_words * sizeof *bits);
     for (int i = 0; i < INLINE && entry->ids[i]; i++) bits[entry->ids[i] / 64] |= 1ull << entry->ids[i] % 64;
 }
 
 /* Say `depth` of every living id in `bits`, as far as rows go. */
 static void say(const Index *index, const uint64_t *bits, int32_t depth, int32_t *out, Py_ssize_t num_rows) {
-    for (uint32_t w = 0; w < index->num_words; w++)
+    for (uint32_t w = 0; w < index->used_words; w++)
         for (uint64_t left = bits[w]; left; left &= left - 1) {
             uint32_t id = w * 64 + (uint32_t)__builtin_ctzll(left);
             if (index->state_of_id[id] == ALIVE && index->row_of_id[id] < num_rows) out[index->row_of_id[id]] = depth;
@@ -391,9 +394,10 @@ static void look_ahead(Index *index, PyObject *hashes, Py_ssize_t i) {
 static void match(Index *index, PyObject *hashes, int32_t *out, Py_ssize_t num_rows) {
     Py_ssize_t depth = 0, num_hashes = PySequence_Fast_GET_SIZE(hashes);
     uint64_t *all = index->scratch, *here = index->scratch + index->num_words, last = 0;
+    uint32_t num_words = index->used_words;
     for (Py_ssize_t i = 0; i < num_hashes && i < LOOK_AHEAD; i++) look_ahead(index, hashes, i);
     for (; depth < num_hashes; depth++) {
-        uint64_t key = key_at(hashes, depth), ids, any = 0;
+        uint64_t key = key_at(hashes, depth), ids, any = 0, dropped = 0;
         if (depth + LOOK_AHEAD < num_hashes) look_ahead(index, hashes, depth + LOOK_AHEAD);
         Segment *segment = segment_of(index, key);
         const Entry *entry = segment->num_used ? find(segment, key) : NULL;
@@ -403,16 +407,17 @@ static void match(Index *index, PyObject *hashes, int32_t *out, Py_ssize_t num_r
         last = ids;
         holders_to_bits(index, entry, here);
         if (depth == 0) {
-            memcpy(all, here, index->num_words * sizeof *all);
+            memcpy(all, here, num_words * sizeof *all);
             continue;
         }
-        for (uint32_t w = 0; w < index->num_words; w++) {
+        for (uint32_t w = 0; w < num_words; w++) {
             uint64_t stay = all[w] & here[w];
-            here[w] = all[w] & ~stay;
+            here[w] = all[w] ^ stay;
             all[w] = stay;
             any |= stay;
+            dropped |= here[w];
         }
-        say(index, here, (int32_t)depth, out, num_rows);
+        if (dropped) say(index, here, (int32_t)depth, out, num_rows);
         if (!any) return;
     }
     if (depth) say(index, all, (int32_t)depth, out, num_rows);

@@ -10,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from baton.errors import Unavailable
 from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
 from router.flow_back import Plan, plan
+from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
-from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
-from router.prefix_index import Hashes, hash_prompt
+from router.holds import Hold, Ledger
+from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look, place
+from router.prefix_index import Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
+from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
+from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
 
 log = get_log("router.fleet")
 
@@ -30,6 +37,11 @@ NO_HASHES: Hashes = {}
 # Prompts up to this are hashed on the event loop: 256 blocks of 16 tokens, at 3-5 us each (measured, with 12 runnable
 # processes on 2 cores). For longer ones a thread costs less than the wait of everybody else.
 INLINE_HASH_TOKENS = 4_096
+DEFAULT_INDEX_BLOCKS = 4_000_000  # at most 120 MB; 100 workers of 40,000 blocks (80 GB of KV of an 8B model)
+MAX_WORKERS = 4_096  # of the prefix index; what tells rows apart takes 64 bytes each
+STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
+MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
+INTRODUCE_S = 0.02  # between introductions at least: each names all decode workers to all prefill workers
 RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
 
 
@@ -48,28 +60,43 @@ class PoolLimits:
 
 
 @dataclass(slots=True)
-class Hold:
-    """One sequence's share of an Endpoint's load, as this router knows it before the worker reports it. Tokens."""
+class Peers:
+    """What workers that are alike, by model and shape, teach about each other."""
 
-    waiting_tokens: int
-    used_tokens: int
+    speed: PeerSpeed = field(default_factory=PeerSpeed)  # of those that prefill
+    steps: StepModel = field(default_factory=StepModel)  # of those that decode
 
 
 class Endpoint:
-    """A worker as the router sees it."""
+    """A worker as the router sees it. Its row of the table is kept in line with what it says and what it is given."""
 
-    def __init__(self, session: WorkerSession, role: Role, health: Health) -> None:
-        self.session = session
+    def __init__(self, address: str, worker_id: str, role: Role, health: Health, fleet: Fleet) -> None:
         self.health = health  # outlives the Endpoint where the worker comes back at another address
         self.told_draining = False  # by the controller, before the worker says so itself
         self.shape = ""  # of its hardware, as the controller says
-        self.last_chosen = 0
+        self.rates = Rates()  # of the Session under way
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
+        self.row = fleet.table.add()
+        self.ledger = Ledger(self._write_load)
+        self.session = WorkerSession(
+            worker_id,
+            address,
+            fleet.identity,
+            fleet.liveness,
+            lambda: fleet.on_change(self),
+            on_load=self._note_load,
+            follow=self._follow,
+        )
+        self._fleet = fleet
         self._role = role  # the last one known
-        self._holds: dict[int, Hold] = {}  # by id()
+        self._peers = Peers()
+        self._idle_step_s = 0.0  # a step's length without what sequences and their KV add to it
+        self._links: tuple[object, dict[str, LinkView]] = (None, {})  # as they came, and as placement reads them
         self._peers_sent: tuple[WorkerView | None, list[worker_pb2.Peer]] = (None, [])  # in which Session, and whom
         self._judged: WorkerView | None = None  # the Session that `health` knows of
+        self._left = False  # the fleet; the row is another worker's, or nobody's
         self._sampled = (0, 0)  # steps and prompt tokens of the worker's life at the last sample
+        self._num_steps_learned = 0  # of the step model
 
     @property
     def worker_id(self) -> str:
@@ -87,33 +114,37 @@ class Endpoint:
             return state
         if self.told_draining:
             return "draining"
-        return "ready" if self.health.takes_calls(len(self._holds), time.monotonic()) else "ejected"
+        return "ready" if self.health.takes_calls(self.num_inflight, time.monotonic()) else "ejected"
 
     @property
     def num_inflight(self) -> int:
         """Sequences this router has placed here and not yet seen end."""
-        return len(self._holds)
+        return self.ledger.num_held
 
-    @contextmanager
-    def hold(self, waiting_tokens: int, used_tokens: int) -> Iterator[Hold]:
+    def hold(self, waiting_tokens: int, used_tokens: int) -> AbstractContextManager[Hold]:
         """Count a sequence here until the block is left, however it is left; the holder may lower its numbers."""
-        hold = Hold(waiting_tokens, used_tokens)
-        self._holds[id(hold)] = hold
-        try:
-            yield hold
-        finally:
-            del self._holds[id(hold)]
+        return self.ledger.hold(waiting_tokens, used_tokens)
 
-    def snapshot(self, hashes: Hashes) -> WorkerSnapshot:
-        """The worker as placement sees it for a prompt with these block hashes."""
-        view = self.session.view
+    # -- the row -----------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Write the row anew if anything but its numbers has changed."""
+        if self._left:
+            return
+        fact, now = self._fleet.table.facts[self.row], self._facts()
+        if fact is None or replace(fact, last_chosen=0) != now:
+            last_chosen = int(self._fleet.table.last_chosen[self.row]) if fact is not None else 0
+            self._fleet.table.put(self.row, replace(now, last_chosen=last_chosen))
+            self._write_load()
+
+    def _facts(self) -> WorkerSnapshot:
+        view, state = self.session.view, self.state
         if view is None:
-            return WorkerSnapshot(
-                self.worker_id, 0, self.role, self.state, reason=f"{self.state}: {self.session.reason}"
-            )
-        load, opened, state = view.load, view.opened, self.state
-        held = list(self._holds.values())
-        reported_used = (load.active_blocks + load.reserved_blocks) * opened.block_size
+            return WorkerSnapshot(self.worker_id, 0, self.role, state, reason=f"{state}: {self.session.reason}")
+        opened = view.opened
+        if self._links[0] is not view.links:
+            links = {peer: LinkView(link.peer.epoch, link.state, link.reason) for peer, link in view.links.items()}
+            self._links = (view.links, links)
         return WorkerSnapshot(
             worker_id=self.worker_id,
             epoch=opened.epoch,
@@ -122,23 +153,50 @@ class Endpoint:
             reason=f"ejected: {self.health.reason}" if state == "ejected" else "",
             fingerprint=opened.fingerprint,
             pool_tokens=opened.num_blocks * opened.block_size,
-            # The worker's report lags by up to a step, ours ignores other routers: the larger one is nearer the truth.
-            waiting_tokens=max(load.waiting_tokens, sum(hold.waiting_tokens for hold in held)),
-            used_tokens=max(reported_used, sum(hold.used_tokens for hold in held)),
-            last_chosen=self.last_chosen,
             root=view.prefixes.root,
-            cached_tokens=view.prefixes.num_leading(hashes) * opened.block_size,
             token_bytes=opened.kv_block_bytes // max(1, opened.block_size),
-            step_s=1e-3 * load.step_ms,
-            prefill_tokens_per_s=view.rates.prefill_tokens_per_s,
-            kv_bytes_per_s=view.rates.kv_bytes_per_s,
-            links={peer: LinkView(link.peer.epoch, link.state, link.reason) for peer, link in view.links.items()},
+            fabric=opened.fabric,
+            links=self._links[1],
         )
+
+    def _follow(self, root: PrefixRoot, num_blocks: int) -> WorkerPrefixes:
+        self.rates, self._idle_step_s, self._num_steps_learned = Rates(), 0.0, 0
+        self._peers = self._fleet.peers_like(root.fingerprint, self.shape)
+        return self._fleet.prefixes.follow(self.row, root, num_blocks)
+
+    def _note_load(self, load: worker_pb2.Load) -> None:
+        """Learn from a report, and write what it changes."""
+        view = self.session.view
+        assert view is not None
+        used_tokens = (load.active_blocks + load.reserved_blocks) * view.opened.block_size
+        peers = self._peers
+        if self.rates.observe_load(load) and self.role is not Role.DECODE:
+            peers.speed.observe(self.rates.prefill_tokens_per_s)
+        if load.num_running and load.step_ms and self.role is not Role.PREFILL:
+            step_s = 1e-3 * load.step_ms
+            if load.num_steps >= self._num_steps_learned + STEPS_PER_SAMPLE:
+                self._num_steps_learned = load.num_steps
+                peers.steps.observe(load.num_running, used_tokens, step_s)
+            self._idle_step_s = max(0.0, step_s - peers.steps.grow_s(load.num_running, used_tokens))
+        self.ledger.report(load.waiting_tokens, used_tokens, load.num_running)
+
+    def _write_load(self) -> None:
+        if self._left:
+            return
+        table, row, ledger, steps = self._fleet.table, self.row, self.ledger, self._peers.steps
+        num_running, used_tokens = ledger.num_running, ledger.used_tokens
+        table.waiting_tokens[row] = ledger.waiting_tokens
+        table.used_tokens[row] = used_tokens
+        table.num_running[row] = num_running
+        table.step_s[row] = (self._idle_step_s or steps.base_s) + steps.grow_s(num_running, used_tokens)
+        table.step_s_per_seq[row] = steps.per_seq_s
+        table.step_s_per_token[row] = steps.per_token_s
+        table.prefill_tokens_per_s[row] = self._peers.speed.of(self.rates)
+        table.kv_bytes_per_s[row] = self.rates.kv_bytes_per_s
 
     def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
         """Learn from what a pull that this worker was told to make has come to."""
-        if self.session.view is not None:
-            self.session.view.rates.observe_pull(stats, asked_bytes)
+        self.rates.observe_pull(stats, asked_bytes)
 
     def remember(self) -> None:
         """Keep what the worker says of itself for the time when it says nothing."""
@@ -171,10 +229,19 @@ class Endpoint:
             self.health.lost(now_s)
             self._judged = None
 
+    async def close(self) -> None:
+        """Give up the row, then the Session; the row is free once nothing of it can come any more."""
+        table = self._fleet.table
+        self._left = True
+        table.clear(self.row)
+        await self.session.close()
+        self._fleet.prefixes.forget(self.row)
+        table.free(self.row)
+
     def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
         """Tell the worker whom it may hand over to, once per Session (with which it forgets them) and change."""
         view, sent = self._peers_sent
-        if view is not self.session.view or sent != peers:
+        if view is not self.session.view or sent is not peers:
             self._peers_sent = (self.session.view, peers)
             self.session.set_peers(peers)
 
@@ -192,18 +259,37 @@ class Placed:
 class Fleet:
     """All Endpoints. `known` turns true at the first `apply` or `use_addresses`."""
 
-    def __init__(self, identity: SessionIdentity, liveness: Liveness, local_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        identity: SessionIdentity,
+        liveness: Liveness,
+        local_prefill_tokens: int,
+        max_index_blocks: int = DEFAULT_INDEX_BLOCKS,
+    ) -> None:
+        """`local_prefill_tokens`: see router/placement.py; negative = AUTO_LOCAL_TOKENS."""
         self.known = False
-        self._identity = identity
-        self._liveness = liveness
-        self._local_prefill_tokens = local_prefill_tokens
+        self.identity = identity
+        self.liveness = liveness
+        self.table = WorkerTable()
+        self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
+        self._local_prefill_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
         self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
+        self._by_row: dict[int, Endpoint] = {}
+        self._peers: dict[tuple[str, str], Peers] = {}  # by fingerprint and shape
+        self._speed = PeerSpeed()  # of all
+        self._homes: OrderedDict[str, str] = OrderedDict()  # session_id -> decode worker, used longest ago first
         self._serial = itertools.count(1)
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._demoted: frozenset[str] = frozenset()  # slow ones, for when nobody else is left
+        self._ejected: list[Endpoint] = []
         self._window_ends_s = 0.0  # of the comparison of workers with their peers
-        self._starting: list[WorkerSnapshot] = []  # wanted by the controller, not announced yet
+        self._starting: list[int] = []  # rows of workers wanted by the controller, not announced yet
+        self._introducing: asyncio.TimerHandle | None = None
+        self._introduced_s = 0.0
+        self._decode_peers: list[worker_pb2.Peer] = []  # as prefill workers were told
+        self._limits: PoolLimits | None = None  # None = not known, or to be found again
+        self._roots: frozenset[PrefixRoot] | None = None  # of all workers; None = to be found again
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -230,28 +316,40 @@ class Fleet:
                 self._open(worker_id, worker_id, record.address, role, known.get(worker_id))
             self._endpoints[worker_id].told_draining = record.state == "draining"
             self._endpoints[worker_id].shape = record.shape
-        self._starting = [
-            WorkerSnapshot(record.worker_id, 0, Role(record.role or Role.BOTH), "connecting", reason=record.state)
-            for record in records
-            if not record.address
-        ]
+        self._expect([record for record in records if not record.address])
         self._on_change()
 
+    def _expect(self, records: Iterable[control_pb2.WorkerRecord]) -> None:
+        """Workers that are still starting are a reason to wait."""
+        for row in self._starting:
+            self.table.clear(row)
+            self.table.free(row)
+        self._starting = []
+        for record in records:
+            row = self.table.add()
+            role = Role(record.role or Role.BOTH)
+            self.table.put(row, WorkerSnapshot(record.worker_id, 0, role, "connecting", reason=record.state))
+            self._starting.append(row)
+
     def _open(self, key: str, worker_id: str, address: str, role: Role, health: Health | None = None) -> None:
-        session = WorkerSession(worker_id, address, self._identity, self._liveness, self._on_change)
-        self._endpoints[key] = Endpoint(session, role, health or Health(self._judge))
-        session.start()
+        endpoint = Endpoint(address, worker_id, role, health or Health(self._judge), self)
+        self._endpoints[key] = self._by_row[endpoint.row] = endpoint
+        endpoint.refresh()
+        endpoint.session.start()
         log.info("endpoint_added", worker=worker_id, address=address)
 
     def _close(self, key: str) -> None:
         endpoint = self._endpoints.pop(key)
         log.info("endpoint_removed", worker=endpoint.worker_id, address=endpoint.session.address)
-        task = asyncio.create_task(endpoint.session.close())
+        del self._by_row[endpoint.row]
+        task = asyncio.create_task(endpoint.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close every Session."""
+        if self._introducing is not None:
+            self._introducing.cancel()
         for key in list(self._endpoints):
             self._close(key)
         await asyncio.gather(*self._closing)
@@ -260,20 +358,49 @@ class Fleet:
     def endpoints(self) -> list[Endpoint]:
         return list(self._endpoints.values())
 
+    def on_change(self, endpoint: Endpoint) -> None:
+        """A Session came, went, or said something new of its worker's state or links."""
+        endpoint.tell_health(time.monotonic())
+        if endpoint.session.view is not None:
+            endpoint.remember()
+        endpoint.refresh()
+        self._settle()
+
     def _on_change(self) -> None:
-        """Introduce workers to each other, judge them and wake whoever waits for a place."""
-        now_s = time.monotonic()
+        """The fleet is another one."""
         for endpoint in self.endpoints:
-            endpoint.tell_health(now_s)
-            if endpoint.session.view is not None:
-                endpoint.remember()
-                if endpoint.role is Role.PREFILL:
-                    endpoint.send_peers(self._peers_of(endpoint))
+            endpoint.refresh()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Introduce workers to each other, judge them and wake whoever waits for a place."""
+        self._limits = self._roots = None
+        if self._introducing is None:
+            wait_s = self._introduced_s + INTRODUCE_S - time.monotonic()
+            if wait_s > 0:
+                self._introducing = asyncio.get_running_loop().call_later(wait_s, self._introduce)
+            else:
+                self._introduce()
         self._judge()
+
+    def _introduce(self) -> None:
+        """Tell prefill workers of decode workers; of other fingerprints too: Hello refuses them once, and says which field
+        differs."""
+        self._introducing, self._introduced_s = None, time.monotonic()
+        open_ones = [endpoint for endpoint in self.endpoints if endpoint.session.view is not None]
+        decode = [endpoint.session.peer() for endpoint in open_ones if endpoint.role is not Role.PREFILL]
+        if decode != self._decode_peers:
+            self._decode_peers = decode
+        for endpoint in open_ones:
+            if endpoint.role is Role.PREFILL:
+                endpoint.send_peers(self._decode_peers)
 
     def _judge(self) -> None:
         """Settle who is ejected, and wake whoever waits for a place."""
         judge([[endpoint.health for endpoint in pool] for pool in self._pools()])
+        before, self._ejected = self._ejected, [e for e in self.endpoints if e.health.ejected]
+        for endpoint in (*before, *self._ejected):
+            endpoint.refresh()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -304,41 +431,56 @@ class Fleet:
         able = [e for e in self.endpoints if e.session.state == "ready" and not e.told_draining]
         return [[e for e in able if e.role in (role, Role.BOTH)] for role in (Role.PREFILL, Role.DECODE)]
 
-    def _peers_of(self, prefill: Endpoint) -> list[worker_pb2.Peer]:
-        """Of other fingerprints too: Hello refuses them once, and says which field differs."""
-        return [
-            endpoint.session.peer()
-            for endpoint in self.endpoints
-            if endpoint is not prefill
-            and endpoint.session.view is not None
-            and endpoint.role in (Role.DECODE, Role.BOTH)
-        ]
+    def peers_like(self, fingerprint: str, shape: str) -> Peers:
+        """What is known of workers of this model and shape."""
+        key = (fingerprint, shape)
+        if key not in self._peers:
+            self._peers[key] = Peers(PeerSpeed(self._speed))
+        return self._peers[key]
 
     # -- where a sequence goes ---------------------------------------------------------------------------------------
 
-    def snapshots(self, hashes: Hashes = NO_HASHES) -> list[WorkerSnapshot]:
+    def snapshots(self) -> list[WorkerSnapshot]:
         """Also of workers that are still starting: they are a reason to wait."""
-        return [endpoint.snapshot(hashes) for endpoint in self.endpoints] + self._starting
+        return self.table.snapshots()
 
     async def hash_prompt(self, request: Request) -> Hashes:
-        """Under every root that some worker caches anything of; a long prompt off the loop."""
-        views = [endpoint.session.view for endpoint in self.endpoints]
-        roots = {view.prefixes.root for view in views if view is not None and len(view.prefixes)}
-        if len(request.token_ids) * len(roots) <= INLINE_HASH_TOKENS:
-            return hash_prompt(request.token_ids, request.tenant_salt, roots)
-        return await asyncio.to_thread(hash_prompt, request.token_ids, request.tenant_salt, roots)
+        """Under every root, where anybody caches anything; a long prompt off the loop."""
+        if not self.prefixes.num_blocks:
+            return NO_HASHES
+        if self._roots is None:
+            views = [endpoint.session.view for endpoint in self.endpoints]
+            self._roots = frozenset(view.prefixes.root for view in views if view is not None)
+        if len(request.token_ids) * len(self._roots) <= INLINE_HASH_TOKENS:
+            return hash_prompt(request.token_ids, request.tenant_salt, self._roots)
+        return await asyncio.to_thread(hash_prompt, request.token_ids, request.tenant_salt, self._roots)
 
     def unready_reason(self) -> str:
         """Why no call could be served now; "" = one could, over a link that was proved."""
         if not self.known:
             return "the controller has not named the fleet yet"
-        found = place(self.snapshots(), Demand(prompt_tokens=1, max_total_tokens=1))
+        found = self._find_any()
         if isinstance(found, NoPlace):
             return found.reason
         return f"{found.prefill} to {found.decode} is connecting" if found.score.unproved_link else ""
 
+    def _find_any(self) -> Choice | NoPlace:
+        """A place for the least of all calls."""
+        self._refresh_ejected()
+        return place(self.table, Demand(prompt_tokens=1, max_total_tokens=1))
+
+    def _refresh_ejected(self) -> None:
+        """Time alone lets them be tried again."""
+        for endpoint in self._ejected:
+            endpoint.refresh()
+
     def limits(self) -> PoolLimits | None:
         """Of the workers ever opened; None while a pool is unknown."""
+        if self._limits is None:
+            self._limits = self._new_limits()
+        return self._limits
+
+    def _new_limits(self) -> PoolLimits | None:
         known = [(e.role, e.opened) for e in self.endpoints if e.opened is not None]
         prefill = [o.num_blocks * o.block_size for role, o in known if role in (Role.PREFILL, Role.BOTH)]
         decode = [o.num_blocks * o.block_size for role, o in known if role in (Role.DECODE, Role.BOTH)]
@@ -366,25 +508,45 @@ class Fleet:
             await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)
 
     def find_place(self, demand: Demand, avoid: frozenset[str], prefer: str = "") -> Placed | NoPlace:
-        """Choose workers that could take the sequence now."""
-        workers, local_tokens = self.snapshots(demand.hashes), self._local_prefill_tokens
-        found = place(workers, demand, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
+        """Choose workers that could take the sequence now, and count them as chosen."""
+        outlook = self._look(demand, avoid)
+        found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
         if isinstance(found, NoPlace):
             return found
-        return self._take(plan(found, demand, workers, local_prefill_tokens=local_tokens, avoid=avoid))
+        return self._take(found, plan(found, outlook), demand.session_id)
 
-    def _take(self, plan: Plan) -> Placed:
-        by_id = {endpoint.worker_id: endpoint for endpoint in self.endpoints}
-        holder = by_id[plan.pull.worker_id] if plan.pull is not None else None
-        placed = Placed(by_id[plan.choice.prefill], by_id[plan.choice.decode], plan, holder)
-        if plan.forgone and placed.prefill.session.view is not None:
-            placed.prefill.session.view.rates.forgo_pull()
-        serial = next(self._serial)
-        placed.prefill.last_chosen = placed.decode.last_chosen = serial
-        return placed
+    def forecast(self, demand: Demand) -> Choice | NoPlace:
+        """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""
+        return choose(self._look(demand, self._demoted), local_prefill_tokens=self._local_prefill_tokens)
+
+    def backlog(self) -> Backlog:
+        """How much work waits for those who take calls."""
+        topology = self.table.topology()
+        return backlog(self.table, topology.prefill | topology.both)
+
+    def _look(self, demand: Demand, avoid: frozenset[str]) -> Outlook:
+        self._refresh_ejected()
+        if demand.session_id and not demand.home:
+            demand = replace(demand, home=self._homes.get(demand.session_id, ""))
+        blocks = self.prefixes.leading(demand.hashes, len(self.table))
+        np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
+        return look(self.table, demand, avoid)
+
+    def _take(self, choice: Choice, plan: Plan, session_id: str) -> Placed:
+        prefill, decode = self._by_row[choice.prefill_row], self._by_row[choice.decode_row]
+        holder = self._by_row[self.table.row_of[plan.pull.worker_id]] if plan.pull is not None else None
+        if plan.forgone:
+            prefill.rates.forgo_pull()
+        self.table.last_chosen[choice.prefill_row] = self.table.last_chosen[choice.decode_row] = next(self._serial)
+        if session_id:
+            self._homes[session_id] = choice.decode
+            self._homes.move_to_end(session_id)
+            if len(self._homes) > MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return Placed(prefill, decode, plan, holder)
 
     def _hopeless(self) -> bool:
-        found = place(self.snapshots(), Demand(prompt_tokens=1, max_total_tokens=1))
+        found = self._find_any()
         return self.known and isinstance(found, NoPlace) and found.hopeless
 
     async def _wait_for_change(self, reason: str, hopeless: bool, until_s: float) -> None:

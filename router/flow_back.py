@@ -1,24 +1,31 @@
-"""Whether a prompt's cached beginning is computed again, pulled from the decode worker that caches it, or used there. Pure.
+"""Whether a prompt's cached beginning is computed again or pulled from the decode worker that caches it. Pure.
 
-All three forecast the time to the first token, in seconds; the least wins, the simpler one where they are equal:
+Both forecast the time to the first token, in seconds; the least wins, the simpler one where they are equal:
 
-    Compute          queue + lacking(prefill) / rate
-    Pull             max(queue, overhead + holder's step + bytes / bandwidth) + lacking(holder) / rate
-    PrefillOnDecode  queue there + holder's step + lacking(holder) / rate
+    Compute   queue + lacking(prefill) / rate
+    Pull      max(queue, overhead + holder's step + bytes / bandwidth) + lacking(holder) / rate
 
 queue = prompt tokens ahead / rate. A pull runs while the prompts ahead are computed, so only what sticks out of the queue
-counts. A holder carries out what it is asked between two of its steps, so one of them is waited for. Decode workers are taken
-to compute as fast as the prefill worker does; what they may compute is short (`local_prefill_tokens`), since it holds up the
-sequences that decode there. Rates and overhead are measured: router/rates.py.
+counts. A holder carries out what it is asked between two of its steps, so one of them is waited for. The third way, to prefill
+where the conversation is, is a choice of place: router/placement.py. Rates and overhead are measured: router/rates.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from router.placement import Choice, Demand, WorkerSnapshot, can_decode, can_lend
+import numpy as np
+
+from router.forecast import Forecasts
 from router.rates import PULL_OVERHEAD_S
+from router.worker_table import READY, Floats, Mask, WorkerSnapshot, WorkerTable
+
+if TYPE_CHECKING:
+    from router.placement import Choice, Outlook
+
+Number = TypeVar("Number", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +41,7 @@ class Pull:
     forecast_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOnDecode:
-    worker_id: str
-    forecast_s: float
-
-
-Decision = Compute | Pull | PrefillOnDecode
+Decision = Compute | Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,46 +54,52 @@ class Plan:
     forgone: bool = False  # a pull was possible, and something else is quicker
 
 
-def plan(
-    choice: Choice,
-    demand: Demand,
-    workers: Sequence[WorkerSnapshot],
-    *,
-    local_prefill_tokens: int = 0,
-    avoid: frozenset[str] = frozenset(),
-) -> Plan:
-    """Complete a Choice among `workers`; those in `avoid` are asked for nothing."""
-    by_id = {worker.worker_id: worker for worker in workers}
-    prefill, lacking = by_id[choice.prefill], {w.worker_id: demand.prompt_tokens - w.cached_tokens for w in workers}
-    if choice.local:
-        return Plan(choice, lacking[choice.prefill])
-    holders = [w for w in workers if w.cached_tokens and w.worker_id not in avoid and can_decode(w, demand)]
-    found = options(demand.prompt_tokens, prefill, holders, local_prefill_tokens=local_prefill_tokens)
-    forgone = any(isinstance(option, Pull) for option in found)
-    match best(found):
-        case Pull(holder) as pull:
-            return Plan(choice, lacking[holder], pull)
-        case PrefillOnDecode(holder):
-            return Plan(replace(choice, prefill=holder, decode=holder), lacking[holder], forgone=forgone)
-        case Compute():
-            return Plan(choice, lacking[choice.prefill], forgone=forgone)
+def best_holder(workers: WorkerTable, lenders: Mask, used_share: Floats) -> int | None:
+    """Of `lenders` the one that caches most of the prompt; of those that cache the same the one with most room."""
+    cached = workers.cached_tokens * lenders
+    row = int((cached - used_share).argmax())
+    return row if cached[row] else None
 
 
-def options(
-    prompt_tokens: int,
-    prefill: WorkerSnapshot,
-    holders: Iterable[WorkerSnapshot],
-    *,
-    local_prefill_tokens: int = 0,
-) -> list[Decision]:
-    """What could be done with one prompt, Compute first. `holders`: decode workers that cache some of it."""
+def can_pull(workers: WorkerTable, holder: int) -> Mask:
+    """Rows to which blocks that `holder` caches are of use, and can go."""
+    linked: Mask = (workers.root == workers.root[holder]) & (workers.links[:, holder] == READY)
+    lacking: Mask = workers.cached_tokens < workers.cached_tokens[holder]
+    return linked & lacking
+
+
+def pulls_s(workers: WorkerTable, prompt_tokens: int, forecasts: Forecasts, holder: int) -> Floats:
+    """Time to the first token on every row that pulls from `holder`, [rows]."""
+    num_cached = workers.cached_tokens[holder]
+    nbytes = (num_cached - workers.cached_tokens) * workers.token_bytes[holder]
+    rest_s = (prompt_tokens - num_cached) / workers.prefill_tokens_per_s
+    ready_s = np.maximum(forecasts.queue_s, _move_s(nbytes, workers.kv_bytes_per_s, workers.step_s[holder]))
+    ttft_s: Floats = ready_s + rest_s
+    return ttft_s
+
+
+def _move_s(nbytes: Number, bytes_per_s: Number, step_s: float) -> Number:
+    return PULL_OVERHEAD_S + step_s + nbytes / bytes_per_s
+
+
+def plan(choice: Choice, outlook: Outlook) -> Plan:
+    """Complete a Choice."""
+    workers, row, holder = outlook.workers, choice.prefill_row, outlook.holder
+    lacking = int(outlook.forecasts.lacking_tokens[row])
+    if choice.local or holder is None or not outlook.pulling[row]:
+        return Plan(choice, lacking)
+    if outlook.ttft_s[row] >= outlook.forecasts.ttft_s[row]:
+        return Plan(choice, lacking, forgone=True)
+    num_cached = int(workers.cached_tokens[holder])
+    nbytes = int((num_cached - workers.cached_tokens[row]) * workers.token_bytes[holder])
+    pull = Pull(workers.name(holder), num_cached // int(workers.block_size[holder]), nbytes, choice.ttft_s)
+    return Plan(choice, outlook.demand.prompt_tokens - num_cached, pull)
+
+
+def options(prompt_tokens: int, prefill: WorkerSnapshot, holders: Iterable[WorkerSnapshot]) -> list[Decision]:
+    """What could be done with one prompt, Compute first. `holders`: those that can lend what they cache of it."""
     found: list[Decision] = [compute(prompt_tokens, prefill)]
-    for holder in holders:
-        if holder.cached_tokens > prefill.cached_tokens and can_lend(holder, prefill):
-            found.append(pull_from(prompt_tokens, prefill, holder))
-        if prompt_tokens - holder.cached_tokens <= local_prefill_tokens:
-            found.append(prefill_on_decode(prompt_tokens, prefill, holder))
-    return found
+    return found + [pull_from(prompt_tokens, prefill, h) for h in holders if h.cached_tokens > prefill.cached_tokens]
 
 
 def best(decisions: Sequence[Decision]) -> Decision:
@@ -107,16 +114,10 @@ def compute(prompt_tokens: int, prefill: WorkerSnapshot) -> Compute:
 def pull_from(prompt_tokens: int, prefill: WorkerSnapshot, holder: WorkerSnapshot) -> Pull:
     assert holder.root is not None, "nothing is cached under no root"
     nbytes = (holder.cached_tokens - prefill.cached_tokens) * holder.token_bytes
-    pull_s = PULL_OVERHEAD_S + holder.step_s + nbytes / prefill.kv_bytes_per_s
-    ready_s = max(_compute_s(prefill.waiting_tokens, prefill), pull_s)
+    ready_s = max(_compute_s(prefill.waiting_tokens, prefill), _move_s(nbytes, prefill.kv_bytes_per_s, holder.step_s))
     num_blocks = holder.cached_tokens // holder.root.block_size
     forecast_s = ready_s + _compute_s(prompt_tokens - holder.cached_tokens, prefill)
     return Pull(holder.worker_id, num_blocks, nbytes, forecast_s)
-
-
-def prefill_on_decode(prompt_tokens: int, prefill: WorkerSnapshot, holder: WorkerSnapshot) -> PrefillOnDecode:
-    num_tokens = holder.waiting_tokens + prompt_tokens - holder.cached_tokens
-    return PrefillOnDecode(holder.worker_id, holder.step_s + _compute_s(num_tokens, prefill))
 
 
 def _compute_s(num_tokens: int, prefill: WorkerSnapshot) -> float:

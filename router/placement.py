@@ -1,68 +1,50 @@
-"""Where a sequence is prefilled and where it is decoded: snapshots in, a Choice or the reason for none out. Pure.
+"""Where a sequence is prefilled and where it is decoded: a table of workers in, a Choice or the reason for none out. Pure.
 
-A pair (prefill, decode) may be chosen where both take work, share a fingerprint, their link is up, and each pool can hold
-the sequence. A `both` worker is a pair with itself; so is a decode worker for a prompt of which it lacks at most
-`local_prefill_tokens`, or for any prompt where no prefill worker of the fleet fits it. Among the candidates the least Score
-wins: a proved link first, then prompt tokens to be computed before the first token can come, then decode memory and what it
-caches of the conversation, then whoever was chosen longest ago (so that idle workers share the work and a restarted one does
-not take it all). A conversation stays with its decode worker because that one caches it, whatever it is called, and only
-while there is room. Power of two choices over forecasts is a later step.
+Three shapes of a choice, each forecast (router/forecast.py, router/flow_back.py) and the best taken:
+    remote   a prefill worker and a decode worker, both taking work, of one fingerprint, with a link that may be used
+    both     a worker of that role, for itself
+    local    a decode worker that computes the prompt, too: where it lacks at most `local_prefill_tokens`, would be sooner than
+             any prefill worker, and its running streams keep their time per token
+1. Prefill: the least forecast TTFT, so a cached beginning is worth what it saves and no more.
+2. Decode: first one over a proved link, then one with room (memory below HEADROOM, forecast TPOT within the target), then the
+   least cost: the share of its memory in use, or of the target that a token takes beyond half of it, whichever is more;
+   AFFINITY for the share of the prompt that it does not cache; a little for another fabric, and off for the session's last home.
+3. What differs by less than forecasts err (NEARLY) is equal, and of equals the one chosen longest ago is taken. So idle workers
+   share the work, a restarted one does not take it all, and routers that see the same do not all run to the same worker.
+Every rule compares a worker with the best one, never with an average: leaving others out cannot change the choice, which is
+what makes an explanation of the few best replayable (router/explain.py). docs/placement.md has figures and sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from baton.request import Role
-from router.prefix_index import Hashes, PrefixRoot
-from router.rates import DEFAULT_KV_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S
+from router import flow_back
+from router.forecast import Forecasts, forecast
+from router.prefix_index import Hashes
+from router.worker_table import CONNECTING, LINK_STATES, READY, REFUSED, Floats, Mask, WorkerSnapshot, WorkerTable
 
 HEADROOM = 0.9  # of a decode pool: beyond it a new sequence soon preempts another one, whatever is cached there
 # What a whole prompt cached on decode is worth, in shares of its pool. Half: the imbalance at which SGLang's router, which
 # knows caches too, lets the load decide (cache_threshold 0.5). Sending a prompt again costs once, a fuller batch every step.
 AFFINITY = 0.5
+OTHER_FABRIC = 0.25  # the same KV over a slower wire: as much as having half of the prompt cached less
+HOME = 0.1  # for the worker that has the session's last turn, where its cache is not known to say so: breaks near ties only
+NEARLY = 0.05  # relative to the best: the fitted step model errs by 6 % in the median (traces, calibration/dynamo_h200)
+RELAXED = 0.5  # of the TPOT target: up to it quicker steps gain nobody anything
+DEFAULT_TPOT_S = 0.1  # of class interactive, baton/slo.py
+AUTO_LOCAL_TOKENS = 512  # one chunk (engine.chunk_tokens): it holds the streams that run there up for one step
+SPREAD_TOKENS = 32  # over which a stream makes up for being held up once: a quarter of a median answer (129, azure2023)
 
-
-@dataclass(frozen=True, slots=True)
-class LinkView:
-    """A prefill worker's link to one decode worker."""
-
-    epoch: int  # of the peer the link was made with
-    state: str  # connecting | ready | refused | lost
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A worker as placement sees it. Reported loads are merged with what this router has in flight there."""
-
-    worker_id: str
-    epoch: int
-    role: Role
-    state: str  # connecting | ready | draining
-    fingerprint: str = ""
-    pool_tokens: int = 0  # what all of its KV blocks hold
-    waiting_tokens: int = 0  # prompt tokens not yet computed
-    used_tokens: int = 0  # KV of running sequences and reservations
-    last_chosen: int = 0  # serial number of the last placement here, 0 = never
-    root: PrefixRoot | None = None  # what its block hashes depend on
-    cached_tokens: int = 0  # leading ones of the prompt at hand, in whole blocks, as far as it has said
-    token_bytes: int = 0  # KV of one token
-    step_s: float = 0.0
-    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
-    kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S  # of what it pulls
-    links: Mapping[str, LinkView] = field(default_factory=dict)  # by decode worker
-    reason: str = ""  # why it is not ready
-
-    @property
-    def prefills(self) -> bool:
-        return self.role in (Role.PREFILL, Role.BOTH)
-
-    @property
-    def decodes(self) -> bool:
-        return self.role in (Role.DECODE, Role.BOTH)
+# Classes of cost, each beyond whatever the lower ones can sum up to.
+_CROWDED = 10.0
+_UNPROVED = 100.0
+_UNPROVED_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +55,25 @@ class Demand:
     max_total_tokens: int  # prompt + max_tokens; the last one needs no KV
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks
     fingerprint: str = ""  # of the only model that may serve it, since it made the tokens already sent; "" = any
+    session_id: str = ""  # of the conversation
+    ttft_ms: float = 0.0  # targets of the call; 0 = not said
+    tpot_ms: float = 0.0
+    deadline_s: float = 0.0  # what is left of the call's time; 0 = not said
+    home: str = ""  # the decode worker of the session's last turn, as the fleet remembers
+
+    @property
+    def tpot_target_s(self) -> float:
+        return self.tpot_ms / 1e3 or DEFAULT_TPOT_S
 
 
 class Score(NamedTuple):
-    """Lower is better, the first field that differs decides."""
+    """Why this pair: lower is better, in this order."""
 
     unproved_link: bool
-    waiting_tokens: int  # to be computed before the first token: those queued, then its own; a pull counts by its time
-    crowded: bool  # the sequence may not fit beside those that decode there
-    decode_cost: float  # share of decode memory in use, and AFFINITY for the share of the prompt that it does not cache
+    ttft_s: float
+    crowded: bool  # the sequence may not fit beside those that decode there, or not keep its target
+    decode_cost: float
     last_chosen: int
-    names: tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +83,18 @@ class Choice:
     prefill: str
     decode: str
     score: Score
+    tpot_s: float  # forecast
+    prefill_row: int
+    decode_row: int
 
     @property
     def local(self) -> bool:
         return self.prefill == self.decode
+
+    @property
+    def ttft_s(self) -> float:
+        """Forecast."""
+        return self.score.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,22 @@ class NoPlace:
     hopeless: bool
 
 
+@dataclass(slots=True)
+class Outlook:
+    """Everything one choice is made from, [rows] each; filled once per call of `place`."""
+
+    workers: WorkerTable
+    demand: Demand
+    forecasts: Forecasts
+    holder: int | None  # the decode row to pull from
+    pulling: Mask  # rows that could
+    ttft_s: Floats  # with that pull where it is quicker; inf where the row cannot prefill for others
+    decode_cost: Floats  # inf where the row cannot decode it
+    decodes: Mask
+
+
 def place(
-    workers: Sequence[WorkerSnapshot],
+    workers: WorkerTable,
     demand: Demand,
     *,
     local_prefill_tokens: int = 0,
@@ -117,116 +129,262 @@ def place(
 ) -> Choice | NoPlace:
     """Choose the best pair; workers in `avoid` are taken only where nobody else is left, and among the rest those that
     prefill on `prefer`, which has this prompt in its cache, before any other."""
-    if demand.fingerprint:  # a worker that is away has none to show, and is a reason to wait
-        workers = [worker for worker in workers if worker.fingerprint in ("", demand.fingerprint)]
-    ready = [worker for worker in workers if worker.state == "ready"]
-    candidates = list(_candidates(ready, demand, local_prefill_tokens)) or list(_without_partner(workers, demand))
-    candidates = [c for c in candidates if c.prefill not in avoid and c.decode not in avoid] or candidates
-    candidates = [c for c in candidates if c.prefill == prefer] or candidates
-    if candidates:
-        return min(candidates, key=lambda choice: choice.score)
-    return _why_not(workers, ready)
+    outlook = look(workers, demand, avoid)
+    return choose(outlook, local_prefill_tokens=local_prefill_tokens, avoid=avoid, prefer=prefer)
 
 
-def _candidates(ready: Sequence[WorkerSnapshot], demand: Demand, local_prefill_tokens: int) -> Iterable[Choice]:
-    prefills = [
-        worker for worker in ready if worker.role is Role.PREFILL and worker.pool_tokens >= demand.prompt_tokens
-    ]
-    costs = [_own_tokens(prefill, demand, ready) for prefill in prefills]
-    for decode in ready:
-        if not can_decode(decode, demand):
-            continue
-        if decode.role is Role.BOTH or demand.prompt_tokens - decode.cached_tokens <= local_prefill_tokens:
-            yield _score(decode, decode, demand, demand.prompt_tokens - decode.cached_tokens, proved=True)
-        for prefill, own_tokens in zip(prefills, costs, strict=True):
-            link = link_state(prefill, decode)
-            if link in ("ready", "connecting"):
-                yield _score(prefill, decode, demand, own_tokens, proved=link == "ready")
+def choose(
+    outlook: Outlook, *, local_prefill_tokens: int = 0, avoid: frozenset[str] = frozenset(), prefer: str = ""
+) -> Choice | NoPlace:
+    """`place`, for who wants to see the outlook."""
+    for allowed, first in _attempts(outlook.workers, avoid, prefer):
+        if choice := _best(outlook, allowed, first, local_prefill_tokens):
+            return choice
+    alone = _without_partner(outlook)
+    for allowed, _ in _attempts(outlook.workers, avoid, ""):
+        row = _pick(outlook, np.where(alone, outlook.forecasts.ttft_s, np.inf), allowed)
+        if row is not None:
+            return _choice(outlook, row, row, outlook.forecasts.ttft_s[row], proved=True)
+    return _why_not(outlook)
 
 
-def _own_tokens(prefill: WorkerSnapshot, demand: Demand, ready: Sequence[WorkerSnapshot]) -> int:
-    """What the prompt costs a prefill worker, in tokens to compute: what it lacks, less where some holder can send it."""
-    costs = [float(demand.prompt_tokens - prefill.cached_tokens)]
-    for holder in ready:
-        num_pulled = holder.cached_tokens - prefill.cached_tokens
-        if num_pulled > 0 and can_lend(holder, prefill):
-            token_cost = holder.token_bytes / prefill.kv_bytes_per_s * prefill.prefill_tokens_per_s
-            costs.append(demand.prompt_tokens - holder.cached_tokens + num_pulled * token_cost)
-    return round(min(costs))
+# -- what is known -----------------------------------------------------------------------------------------------------
 
 
-def can_decode(worker: WorkerSnapshot, demand: Demand) -> bool:
-    return worker.state == "ready" and worker.decodes and worker.pool_tokens >= demand.max_total_tokens - 1
+def look(workers: WorkerTable, demand: Demand, avoid: frozenset[str] = frozenset()) -> Outlook:
+    """Forecast the sequence on every worker; those in `avoid` are asked for nothing."""
+    topology, forecasts = workers.topology(), forecast(workers, demand.prompt_tokens)
+    prefills, decodes = topology.paired, topology.decode
+    if demand.max_total_tokens > topology.least_pool_tokens:
+        prefills = prefills & (workers.pool_tokens >= demand.prompt_tokens)
+        decodes = decodes & (workers.pool_tokens >= demand.max_total_tokens - 1)
+    if demand.fingerprint:
+        same = workers.fingerprint == workers.code(demand.fingerprint)
+        prefills, decodes = prefills & same, decodes & same
+    used_share = workers.used_tokens / topology.pool_tokens
+    ttft_s, pulling = forecasts.ttft_s, prefills
+    holder = flow_back.best_holder(workers, _without(decodes, workers, avoid), used_share)
+    if holder is not None:
+        pulling = prefills & flow_back.can_pull(workers, holder)
+        pulled_s = flow_back.pulls_s(workers, demand.prompt_tokens, forecasts, holder)
+        ttft_s = np.where(pulling, np.minimum(ttft_s, pulled_s), ttft_s)
+    return Outlook(
+        workers=workers,
+        demand=demand,
+        forecasts=forecasts,
+        holder=holder,
+        pulling=pulling,
+        ttft_s=np.where(prefills, ttft_s, np.inf),
+        decode_cost=np.where(decodes, _decode_cost(workers, demand, forecasts, used_share), np.inf),
+        decodes=decodes,
+    )
 
 
-def can_lend(holder: WorkerSnapshot, prefill: WorkerSnapshot) -> bool:
-    """Whether blocks that one caches are of use to the other, and can go there."""
-    return holder.decodes and holder.root == prefill.root and link_state(prefill, holder) == "ready"
+def _decode_cost(workers: WorkerTable, demand: Demand, forecasts: Forecasts, used_share: Floats) -> Floats:
+    """Of the row alone; what depends on who prefills is added by `_pair_cost`."""
+    time_share = forecasts.tpot_s * (1 / demand.tpot_target_s)
+    used_share_then = used_share + demand.max_total_tokens / workers.topology().pool_tokens
+    cost: Floats = np.maximum(used_share, time_share - RELAXED)
+    cost += _CROWDED * ((used_share_then > HEADROOM) | (time_share > 1))
+    cost += (AFFINITY / demand.prompt_tokens) * forecasts.lacking_tokens
+    if (home := workers.row_of.get(demand.home)) is not None:
+        cost[home] -= HOME
+    return cost
 
 
-def _without_partner(workers: Sequence[WorkerSnapshot], demand: Demand) -> Iterable[Choice]:
+def _pair_cost(outlook: Outlook, prefill: int) -> Floats:
+    """Of decoding what this row prefills; inf where they cannot work together."""
+    workers = outlook.workers
+    links = workers.links[prefill]
+    usable = (links >= CONNECTING) & (workers.fingerprint == workers.fingerprint[prefill])
+    cost: Floats = np.where(usable, outlook.decode_cost, np.inf) + _UNPROVED * (links != READY)
+    if workers.fabric[prefill]:
+        cost += OTHER_FABRIC * ((workers.fabric != workers.fabric[prefill]) & (workers.fabric > 0))
+    return cost
+
+
+def _without(mask: Mask, workers: WorkerTable, avoid: frozenset[str]) -> Mask:
+    if rows := [workers.row_of[name] for name in avoid if name in workers.row_of]:
+        mask = mask.copy()
+        mask[rows] = False
+    return mask
+
+
+# -- what is best ------------------------------------------------------------------------------------------------------
+
+
+def _attempts(workers: WorkerTable, avoid: frozenset[str], prefer: str) -> Iterator[tuple[Mask | None, int | None]]:
+    """Whom to choose among, and who must prefill, from the best wish to the last resort. None = no such limit."""
+    first = workers.row_of.get(prefer)
+    for mask in (_without(np.ones(len(workers), np.bool_), workers, avoid), None) if avoid else (None,):
+        if first is not None:
+            yield mask, first
+        yield mask, None
+
+
+def _best(outlook: Outlook, allowed: Mask | None, first: int | None, local_prefill_tokens: int) -> Choice | None:
+    remote = _best_remote(outlook, allowed, first)
+    both = _best_both(outlook, allowed, first)
+    choice = _better(remote, both) if remote and both else remote or both
+    return _best_local(outlook, allowed, first, local_prefill_tokens, choice) or choice
+
+
+def _better(one: Choice, other: Choice) -> Choice:
+    """Of two shapes: a proved link, then an earlier first token, then the cheaper decode worker, then whose turn it is."""
+    if one.score.unproved_link != other.score.unproved_link:
+        return min(one, other, key=lambda choice: choice.score.unproved_link)
+    if abs(one.ttft_s - other.ttft_s) > NEARLY * min(one.ttft_s, other.ttft_s):
+        return min(one, other, key=lambda choice: choice.ttft_s)
+    if abs(one.score.decode_cost - other.score.decode_cost) > NEARLY:
+        return min(one, other, key=lambda choice: choice.score.decode_cost)
+    return min(one, other, key=lambda choice: choice.score.last_chosen)
+
+
+def _best_remote(outlook: Outlook, allowed: Mask | None, first: int | None) -> Choice | None:
+    workers = outlook.workers
+    cost = outlook.ttft_s + _UNPROVED_S * ~workers.topology().proved
+    if first is not None:
+        only, cost = cost[first], np.full(len(cost), np.inf)
+        cost[first] = only
+    while (prefill := _nearly_least(cost, workers.last_chosen, allowed)) is not None:
+        pair_cost = _pair_cost(outlook, prefill)
+        decode = _nearly_least(pair_cost, workers.last_chosen, allowed, slack=NEARLY)
+        if decode is not None:
+            proved = workers.links[prefill, decode] == READY
+            return _choice(outlook, prefill, decode, outlook.ttft_s[prefill], proved=bool(proved))
+        cost[prefill] = np.inf  # whom it can reach takes nothing, or not this
+    return None
+
+
+def _best_both(outlook: Outlook, allowed: Mask | None, first: int | None) -> Choice | None:
+    both = outlook.workers.topology().both
+    if not both.any():
+        return None
+    ttft_s = np.where(both & outlook.decodes, outlook.forecasts.ttft_s, np.inf)
+    row = _pick(outlook, ttft_s, allowed, first)
+    return None if row is None else _choice(outlook, row, row, ttft_s[row], proved=True)
+
+
+def _best_local(
+    outlook: Outlook, allowed: Mask | None, first: int | None, local_prefill_tokens: int, other: Choice | None
+) -> Choice | None:
+    """A decode worker that should compute this prompt, in place of `other`."""
+    if not local_prefill_tokens:
+        return None
+    workers, forecasts = outlook.workers, outlook.forecasts
+    limit_s = other.ttft_s if other is not None and not other.score.unproved_link else np.inf
+    may = outlook.decodes & (forecasts.lacking_tokens <= local_prefill_tokens) & (forecasts.ttft_s < limit_s)
+    rows = np.flatnonzero(may & ~workers.topology().both)
+    if not len(rows):
+        return None
+    alone_s, tpot_s, busy = forecasts.ttft_s[rows], forecasts.tpot_s[rows], workers.num_running[rows] > 0
+    ttft_s = np.full(len(workers), np.inf)
+    ttft_s[rows] = alone_s + busy * workers.step_s[rows]  # the step under way is waited for
+    harmed = busy & (tpot_s + alone_s / SPREAD_TOKENS > HEADROOM * outlook.demand.tpot_target_s)
+    ttft_s[rows[harmed]] = np.inf
+    ttft_s[ttft_s >= limit_s] = np.inf
+    row = _pick(outlook, ttft_s, allowed, first)
+    return None if row is None else _choice(outlook, row, row, ttft_s[row], proved=True)
+
+
+def _pick(outlook: Outlook, ttft_s: Floats, allowed: Mask | None, first: int | None = None) -> int | None:
+    """Of the rows with nearly the least TTFT the cheapest to decode on."""
+    if allowed is not None:
+        ttft_s = np.where(allowed, ttft_s, np.inf)
+    if first is not None:
+        return first if ttft_s[first] < np.inf else None
+    least = ttft_s[ttft_s.argmin()]
+    if least == np.inf:
+        return None
+    cost = np.where(ttft_s <= least * (1 + NEARLY), outlook.decode_cost, np.inf)
+    return _nearly_least(cost, outlook.workers.last_chosen, None, slack=NEARLY)
+
+
+def _nearly_least(cost: Floats, last_chosen: Floats, allowed: Mask | None, slack: float | None = None) -> int | None:
+    """Of the rows with nearly the least cost the one chosen longest ago; None where every cost is inf.
+
+    `slack`: what makes no difference; None = NEARLY of the least.
+    """
+    if allowed is not None:
+        cost = np.where(allowed, cost, np.inf)
+    least = cost[cost.argmin()]
+    if least == np.inf:
+        return None
+    limit = least + (NEARLY * least if slack is None else slack)
+    return int(np.where(cost <= limit, last_chosen, np.inf).argmin())
+
+
+def _choice(outlook: Outlook, prefill: int, decode: int, ttft_s: float, *, proved: bool) -> Choice:
+    workers, cost = outlook.workers, float(outlook.decode_cost[decode])
+    score = Score(
+        unproved_link=not proved,
+        ttft_s=float(ttft_s),
+        crowded=cost >= _CROWDED / 2,
+        decode_cost=cost,
+        last_chosen=int(workers.last_chosen[prefill] + workers.last_chosen[decode]),
+    )
+    tpot_s = float(outlook.forecasts.tpot_s[decode])
+    return Choice(workers.name(prefill), workers.name(decode), score, tpot_s, prefill, decode)
+
+
+def _without_partner(outlook: Outlook) -> Mask:
     """Decode workers that no prefill worker fits: they must prefill for themselves, however long the prompt is.
 
     Only where that is certain. A prefill worker that is away, or whose link is down, is waited for.
     """
-    prefills = [worker for worker in workers if worker.role is Role.PREFILL]
-    for decode in workers:
-        fits = decode.role is Role.DECODE and can_decode(decode, demand)
-        refused = all(prefill.state == "ready" and link_state(prefill, decode) == "refused" for prefill in prefills)
-        if fits and prefills and refused:
-            yield _score(decode, decode, demand, demand.prompt_tokens - decode.cached_tokens, proved=True)
+    workers = outlook.workers
+    decodes = outlook.decodes & ~workers.topology().both
+    prefills = [
+        row for row, fact in enumerate(workers.facts) if fact is not None and _may_prefill(fact, outlook.demand)
+    ]
+    if not prefills or any(not workers.topology().prefill[row] for row in prefills):
+        return np.zeros(len(workers), np.bool_)
+    for row in prefills:
+        decodes &= (workers.links[row] == REFUSED) | (workers.fingerprint != workers.fingerprint[row])
+    return decodes
 
 
-def link_state(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
-    """connecting | ready | refused | lost; a link of an earlier epoch says nothing of this one."""
-    if prefill.fingerprint != decode.fingerprint:
-        return "refused"
-    link = prefill.links.get(decode.worker_id)
-    if link is None or link.epoch != decode.epoch:
-        return "connecting"
-    return link.state
+def _may_prefill(fact: WorkerSnapshot, demand: Demand) -> bool:
+    """A worker that is away has no fingerprint to show, and is a reason to wait."""
+    return fact.role is Role.PREFILL and (not demand.fingerprint or fact.fingerprint in ("", demand.fingerprint))
 
 
-def _score(prefill: WorkerSnapshot, decode: WorkerSnapshot, demand: Demand, own_tokens: int, *, proved: bool) -> Choice:
-    used_share = decode.used_tokens / decode.pool_tokens
-    lacking_share = 1 - decode.cached_tokens / demand.prompt_tokens
-    return Choice(
-        prefill.worker_id,
-        decode.worker_id,
-        Score(
-            unproved_link=not proved,
-            waiting_tokens=prefill.waiting_tokens + own_tokens,
-            crowded=decode.used_tokens + demand.max_total_tokens > HEADROOM * decode.pool_tokens,
-            decode_cost=round(used_share + AFFINITY * lacking_share, 2),  # a hundredth is no reason to prefer one
-            last_chosen=prefill.last_chosen + decode.last_chosen,
-            names=(prefill.worker_id, decode.worker_id),
-        ),
-    )
+# -- why not -----------------------------------------------------------------------------------------------------------
+
+MAX_NAMED = 8  # workers, or pairs of them, in a message
 
 
-def _why_not(workers: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> NoPlace:
+def _why_not(outlook: Outlook) -> NoPlace:
     """Name what is missing: a role nobody has, a role nobody ready has, or a usable link."""
+    demand, workers = outlook.demand, [fact for fact in outlook.workers.facts if fact is not None]
+    if demand.fingerprint:
+        workers = [worker for worker in workers if worker.fingerprint in ("", demand.fingerprint)]
     for role in (Role.PREFILL, Role.DECODE):
         able = [worker for worker in workers if worker.role in (role, Role.BOTH)]
         name = role.name.lower()
         if not able:
             return NoPlace(f"no {name} worker is part of the fleet", hopeless=True)
-        if not any(worker in ready for worker in able):
-            detail = "; ".join(f"{worker.worker_id} is {worker.reason or worker.state}" for worker in able)
+        if not any(worker.state == "ready" for worker in able):
+            detail = _listed([f"{worker.worker_id} is {worker.reason or worker.state}" for worker in able], "; ")
             return NoPlace(f"no {name} worker is ready: {detail}", hopeless=False)
     links = [
-        f"{prefill.worker_id} to {decode.worker_id} is {link_state(prefill, decode)}{_link_reason(prefill, decode)}"
-        for prefill in ready
-        for decode in ready
-        if prefill.prefills and decode.decodes and prefill is not decode
+        f"{prefill.worker_id} to {decode.worker_id} is {_link(outlook.workers, prefill, decode)}"
+        for prefill in workers[: MAX_NAMED**2]
+        for decode in workers
+        if prefill.state == decode.state == "ready" and prefill.prefills and decode.decodes and prefill is not decode
     ]
-    return NoPlace(
-        f"no pair of workers can serve it: {', '.join(links) or 'their pools are too small'}", hopeless=False
-    )
+    detail = _listed(links, ", ") or "their pools are too small"
+    return NoPlace(f"no pair of workers can serve it: {detail}", hopeless=False)
 
 
-def _link_reason(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
+def _listed(items: Sequence[str], separator: str) -> str:
+    more = [f"and {len(items) - MAX_NAMED} more"] if len(items) > MAX_NAMED else []
+    return separator.join([*items[:MAX_NAMED], *more])
+
+
+def _link(workers: WorkerTable, prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     if prefill.fingerprint != decode.fingerprint:
-        return " (fingerprint)"
+        return "refused (fingerprint)"
+    state = LINK_STATES[workers.links[workers.row_of[prefill.worker_id], workers.row_of[decode.worker_id]]]
     link = prefill.links.get(decode.worker_id)
-    return f" ({link.reason})" if link and link.reason else ""
+    return f"{state} ({link.reason})" if link and link.reason else state

@@ -2,7 +2,11 @@
 
 A chain of hashes depends on model, precision and block size (its root) and on the tenant: workers of one root can exchange
 blocks. The index may lag by a step and forgets after a gap, so it is a hint: the worker that is asked decides, by exact hash.
-Memory is bounded by the worker's pool: about 100 bytes a block (a 16-byte hash and its place in a set).
+
+One inverted index per router process, from block hash to the workers that cache it (router/_prefix_index.c): a block that
+many workers cache is stored once, in 20 to 30 bytes, and one walk along a prompt finds the depth of every worker. Memory is
+bounded by `max_blocks`; blocks beyond it are not known, and their workers not preferred for them. What one worker may take of
+it is bounded by its own pool.
 """
 
 from __future__ import annotations
@@ -10,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.hashing import BlockHash, block_hashes, max_prefix_hit_blocks, root_hash
+from router._prefix_index import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +44,69 @@ def hash_prompt(token_ids: Sequence[int], tenant_salt: bytes, roots: Iterable[Pr
 
 
 class PrefixIndex:
-    """The blocks that one worker caches."""
+    """The blocks that all workers cache. Workers are rows, as in router/worker_table.py."""
 
-    def __init__(self, root: PrefixRoot, max_blocks: int) -> None:
-        """`max_blocks`: the worker's whole pool."""
+    def __init__(self, max_blocks: int, max_rows: int) -> None:
+        self._index = Index(max_blocks, max_rows)
+
+    def follow(self, row: int, root: PrefixRoot, max_blocks: int) -> WorkerPrefixes:
+        """Begin to follow a worker of which nothing is known. `max_blocks`: its whole pool."""
+        return WorkerPrefixes(self._index, row, root, max_blocks)
+
+    def forget(self, row: int) -> None:
+        """Its worker is gone."""
+        self._index.reset(row)
+
+    def leading(self, hashes: Hashes, num_rows: int) -> npt.NDArray[np.int32]:
+        """Blocks of a prompt that each row's worker caches, up to the first that it does not; [num_rows]."""
+        found = np.zeros(num_rows, np.int32)
+        for chain in hashes.values():
+            self._index.match(chain, found)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Different ones."""
+        return self._index.num_blocks
+
+    @property
+    def num_ignored(self) -> int:
+        """Reports of a block for which there was no room."""
+        return self._index.num_ignored
+
+
+class WorkerPrefixes:
+    """The blocks that one worker caches: its part of the index, kept in line with what it says."""
+
+    def __init__(self, index: Index, row: int, root: PrefixRoot, max_blocks: int) -> None:
         self.root = root
+        self._index = index
+        self._row = row
         self._max_blocks = max_blocks
-        self._cached: set[BlockHash] = set()
         self._generation = 0
+        index.reset(row)
 
     def __len__(self) -> int:
-        return len(self._cached)
+        return self._index.count(self._row)
 
-    def apply(self, generation: int, added: Iterable[BlockHash], removed: Iterable[BlockHash], *, reset: bool) -> None:
+    def apply(self, generation: int, added: Sequence[BlockHash], removed: Sequence[BlockHash], *, reset: bool) -> None:
         """Take one message. After a gap, or more blocks than there are, only what this message adds is known to be true."""
         if reset or generation - self._generation not in (0, 1):  # 0: another page of the same change
-            self._cached.clear()
+            self.forget()
         self._generation = generation
-        self._cached.difference_update(removed)
-        self._cached.update(added)
-        if len(self._cached) > self._max_blocks:
-            self._cached.clear()
+        self._index.apply(self._row, added, removed)
+        if len(self) > self._max_blocks:
+            self.forget()
+
+    def forget(self) -> None:
+        self._index.reset(self._row)
 
     def num_leading(self, hashes: Hashes) -> int:
         """Blocks of a prompt that are cached, up to the first that is not; 0 where it was not hashed under this root."""
-        num_blocks = 0
-        for block_hash in hashes.get(self.root, ()):
-            if block_hash not in self._cached:
-                break
-            num_blocks += 1
-        return num_blocks
+        found = np.zeros(self._row + 1, np.int32)
+        self._index.match(hashes.get(self.root, ()), found)
+        return int(found[self._row])

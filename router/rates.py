@@ -21,24 +21,56 @@ DEFAULT_KV_BYTES_PER_S = 1.5e9  # staged over TCP, the slowest way that KV goes.
 PULL_OVERHEAD_S = 0.005
 
 
+# Workers of one model and shape are taken to compute equally fast unless one is this many times off: what is measured of each
+# depends on the prompts it happened to get, by more than half where short ones leave a step's fixed cost uncovered.
+SAME_SPEED = 1.5
+
+
+@dataclass(slots=True)
+class PeerSpeed:
+    """How fast workers that are alike compute prompts, from the samples of all that do so; until there is one, as fast as
+    `others` do. So a newcomer is neither overrun nor left alone."""
+
+    others: PeerSpeed | None = None
+    tokens_per_s: float = 0.0  # 0 = nobody has said
+
+    def observe(self, tokens_per_s: float) -> None:
+        weight = WEIGHT if self.tokens_per_s else 1.0
+        self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
+        if self.others is not None:
+            self.others.observe(tokens_per_s)
+
+    def expected(self) -> float:
+        if self.tokens_per_s:
+            return self.tokens_per_s
+        return self.others.expected() if self.others is not None else DEFAULT_PREFILL_TOKENS_PER_S
+
+    def of(self, rates: Rates) -> float:
+        """What to expect of one of them: what is true of all, unless it clearly differs."""
+        own, peers = rates.prefill_tokens_per_s, self.expected()
+        differs = max(own, peers) > SAME_SPEED * min(own, peers)
+        return own if rates.has_computed and differs else peers
+
+
 @dataclass(slots=True)
 class Rates:
     prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
     kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S
     _num_tokens: int = 0  # computed by the time of the last sample
     _num_steps: int = 0
-    _has_computed: bool = False
+    has_computed: bool = False  # enough to tell its speed
 
-    def observe_load(self, load: worker_pb2.Load) -> None:
-        """Take a worker's totals; those of its whole life are the first sample."""
+    def observe_load(self, load: worker_pb2.Load) -> bool:
+        """Take a worker's totals; those of its whole life are the first sample. Returns whether they told anything."""
         num_tokens = load.prompt_tokens_computed - self._num_tokens
         busy_s = 1e-3 * load.step_ms * (load.num_steps - self._num_steps)
         if num_tokens < MIN_TOKENS or busy_s <= 0:
-            return
+            return False
         self._num_tokens, self._num_steps = load.prompt_tokens_computed, load.num_steps
-        weight = WEIGHT if self._has_computed else 1.0
-        self._has_computed = True
+        weight = WEIGHT if self.has_computed else 1.0
+        self.has_computed = True
         self.prefill_tokens_per_s += weight * (num_tokens / busy_s - self.prefill_tokens_per_s)
+        return True
 
     def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
         """Take a pull's outcome. One that brought nothing only says that the wire is no faster than that."""

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from baton.errors import WorkerLost
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, error_from_pb, request_to_pb
-from router.events import Listener, SequenceEnded, SequenceRefused, WorkerGone
-from router.prefix_index import PrefixIndex, PrefixRoot
-from router.rates import Rates
+from router.events import HandoffLost, Listener, SequenceEnded, SequenceRefused, WorkerGone
+from router.prefix_index import PrefixIndex, PrefixRoot, WorkerPrefixes
 
 log = get_log("router.session")
 
@@ -73,10 +73,18 @@ class WorkerView:
 
     opened: worker_pb2.Opened
     load: worker_pb2.Load
-    prefixes: PrefixIndex
-    rates: Rates = field(default_factory=Rates)
+    prefixes: WorkerPrefixes
     links: dict[str, worker_pb2.LinkStatus] = field(default_factory=dict)  # by peer worker_id
     kv: worker_pb2.KvStatus | None = None  # None before the first reply, or where nobody asks
+
+
+def _follow_alone(root: PrefixRoot, num_blocks: int) -> WorkerPrefixes:
+    """In an index of its own, for who has no other worker to compare it with."""
+    return PrefixIndex(max(1, num_blocks), 1).follow(0, root, num_blocks)
+
+
+def _ignore(load: worker_pb2.Load) -> None:
+    """For who places nothing."""
 
 
 class SessionLost(Exception):
@@ -84,7 +92,8 @@ class SessionLost(Exception):
 
 
 class WorkerSession:
-    """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links.
+    """Keeps one Session open to the worker at `address`. `on_change` is called after every change of state or links, `on_load`
+    with every report of load, the first of a Session included; `follow` says where the prefix cache of a new Session is noted.
 
     With `want_kv` each heartbeat asks what the KV plane does, and the prefix cache is not followed: for operators, who place
     nothing; routers have no use for the one and need the other.
@@ -98,6 +107,8 @@ class WorkerSession:
         liveness: Liveness,
         on_change: Callable[[], None],
         *,
+        on_load: Callable[[worker_pb2.Load], None] = _ignore,
+        follow: Callable[[PrefixRoot, int], WorkerPrefixes] = _follow_alone,
         want_kv: bool = False,
     ) -> None:
         self.worker_id = worker_id  # "" until the worker says its name (a static list knows addresses only)
@@ -107,11 +118,14 @@ class WorkerSession:
         self._identity = identity
         self._liveness = liveness
         self._on_change = on_change
+        self._note_load = on_load
+        self._follow = follow
         self._want_kv = want_kv
         self._listeners: dict[int, Listener] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest | None] = (
             asyncio.Queue()
         )  # None ends the stream's requests
+        self._finds: dict[int, asyncio.Future[worker_pb2.Found]] = {}  # questions that wait for their answers
         self._heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -216,6 +230,9 @@ class WorkerSession:
     def _lose(self, reason: str) -> None:
         self.view = None
         self.reason = reason
+        for answer in self._finds.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost(f"worker {self.worker_id} was lost: {reason}"))
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.put(WorkerGone(self.worker_id, reason))
@@ -255,8 +272,30 @@ class WorkerSession:
         )
         self._send(worker_pb2.SessionRequest(submit=submit))
 
-    def cancel(self, seq: int) -> None:
-        self._send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(seq=seq)))
+    def cancel(self, seq: int, *, park: bool = False) -> None:
+        """`park`: of a resumable call; the worker keeps what it knows of it."""
+        self._send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(seq=seq, park=park)))
+
+    async def find(self, key: bytes, offset: int) -> worker_pb2.Found:
+        """Claim a resumable call: one page of what the worker keeps of it. Raises: WorkerLost."""
+        if self.view is None:
+            raise WorkerLost(f"worker {self.worker_id} is not connected: {self.reason}")
+        answer: asyncio.Future[worker_pb2.Found] = asyncio.get_running_loop().create_future()
+        number = id(answer)  # it lives until it is answered
+        self._finds[number] = answer
+        self._send(worker_pb2.SessionRequest(find=worker_pb2.Find(find=number, key=key, offset=offset)))
+        try:
+            return await answer
+        finally:
+            self._finds.pop(number, None)
+
+    def forget(self, key: bytes) -> None:
+        """Let the worker end what it runs of a resumable call, and keep nothing."""
+        self._send(worker_pb2.SessionRequest(forget=worker_pb2.Forget(key=key)))
+
+    def reroute(self, seq: int, decode: worker_pb2.Peer, serial: int) -> None:
+        """Let a prefill worker hand a sequence that it still holds over to another decode worker."""
+        self._send(worker_pb2.SessionRequest(reroute=worker_pb2.Reroute(seq=seq, decode=decode, serial=serial)))
 
     def set_role(self, role: worker_pb2.Role.ValueType) -> None:
         self._send(worker_pb2.SessionRequest(set_role=worker_pb2.SetRole(role=role)))
@@ -287,6 +326,10 @@ class WorkerSession:
         elif kind == "refused":
             if listener := self._listeners.pop(event.refused.seq, None):
                 listener.put(SequenceRefused(self.worker_id, error_from_pb(event.refused.error)))
+        elif kind == "handoff_lost":
+            if listener := self._listeners.get(event.handoff_lost.seq):
+                lost = event.handoff_lost
+                listener.put(HandoffLost(error_from_pb(lost.error), lost.reroute))
         elif kind == "heartbeat":
             self._on_load(event.heartbeat.load)
             if self.view is not None and event.heartbeat.HasField("kv"):
@@ -296,6 +339,9 @@ class WorkerSession:
         elif kind == "cache_delta" and self.view is not None and not self._want_kv:
             delta = event.cache_delta
             self.view.prefixes.apply(delta.generation, delta.added, delta.removed, reset=delta.reset)
+        elif kind == "found":
+            if (answer := self._finds.get(event.found.find)) and not answer.done():
+                answer.set_result(event.found)
         elif kind == "links":
             self._on_links(event.links.links)
 
@@ -306,8 +352,8 @@ class WorkerSession:
             raise SessionLost(f"another worker, {opened.worker_id!r}, answers at {self.address}")
         self.worker_id = opened.worker_id
         root = PrefixRoot(opened.fingerprint, opened.kv_dtype, opened.block_size)
-        self.view = WorkerView(opened, opened.load, PrefixIndex(root, opened.num_blocks))
-        self.view.rates.observe_load(opened.load)
+        self.view = WorkerView(opened, opened.load, self._follow(root, opened.num_blocks))
+        self._note_load(opened.load)
         log.info(
             "worker_ready",
             worker=opened.worker_id,
@@ -327,7 +373,7 @@ class WorkerSession:
             return
         changed = load.role != self.view.load.role or load.draining != self.view.load.draining
         self.view.load = load
-        self.view.rates.observe_load(load)
+        self._note_load(load)
         if changed:
             self._on_change()
 
@@ -355,6 +401,7 @@ class WorkerSession:
                     finish=FinishReason(ended.finish_reason),
                     error=error_from_pb(ended.error) if ended.HasField("error") else None,
                     stats=ended.stats,
+                    reroute=ended.reroute,
                 )
             )
 

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 from baton.hashing import block_hashes, root_hash
 from baton.request import Role
 from baton.v1 import worker_pb2
-from router.flow_back import Compute, Plan, PrefillOnDecode, Pull, best, options, plan
-from router.placement import AFFINITY, Choice, Demand, LinkView, WorkerSnapshot, place
-from router.prefix_index import PrefixIndex, PrefixRoot, hash_prompt
+from router.flow_back import Compute, Plan, Pull, best, options, plan
+from router.placement import AFFINITY, NEARLY, Choice, Demand, choose, look
+from router.prefix_index import PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
 from router.rates import DEFAULT_KV_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, PULL_OVERHEAD_S, Rates
+from router.worker_table import LinkView, WorkerSnapshot, table_of
 
 ROOT = PrefixRoot("f", "float32", 16)
 TOKENS = list(range(100))
 HASHES = block_hashes(root_hash("f", "float32"), TOKENS, 16)
 
 
-def index(*added: bytes, max_blocks: int = 100) -> PrefixIndex:
-    made = PrefixIndex(ROOT, max_blocks)
+def index(*added: bytes, max_blocks: int = 100) -> WorkerPrefixes:
+    made = PrefixIndex(1_000, 1).follow(0, ROOT, max_blocks)
     made.apply(7, added, (), reset=True)
     return made
 
@@ -183,16 +184,8 @@ def test_of_two_holders_the_one_that_saves_more_is_asked() -> None:
 )
 def test_nothing_is_pulled_from_a_worker_whose_blocks_do_not_fit(changes: dict[str, object]) -> None:
     stranger = replace(holder(cached_tokens=1_008), **changes)  # type: ignore[arg-type]
-    assert [type(option) for option in options(1_100, prefill(), [stranger])] == [Compute]
-
-
-def test_a_short_new_message_is_prefilled_where_the_conversation_is_if_that_is_allowed() -> None:
-    allowed = options(1_020, prefill(), [holder(cached_tokens=1_008)], local_prefill_tokens=16)
-    assert isinstance(best(allowed), PrefillOnDecode)
-    assert best(allowed).forecast_s == pytest.approx(0.062)
-    busy = options(1_020, prefill(), [holder(cached_tokens=1_008, waiting_tokens=5_000)], local_prefill_tokens=16)
-    assert isinstance(best(busy), Pull)
-    assert not any(isinstance(o, PrefillOnDecode) for o in options(1_020, prefill(), [holder(cached_tokens=1_008)]))
+    made = planned([prefill(), holder("d1"), stranger])
+    assert (made.pull, made.forgone) == (None, False)
 
 
 @given(
@@ -207,7 +200,7 @@ def test_the_decision_is_never_forecast_slower_than_computing(
 ) -> None:
     at_most = (prompt - 1) // 16
     worker = prefill(cached_tokens=16 * min(mine, at_most), waiting_tokens=queued, kv_bytes_per_s=bytes_per_s)
-    found = options(prompt, worker, [holder(cached_tokens=16 * min(theirs, at_most))], local_prefill_tokens=64)
+    found = options(prompt, worker, [holder(cached_tokens=16 * min(theirs, at_most))])
     assert best(found).forecast_s <= found[0].forecast_s
     for option in found:
         if isinstance(option, Pull):
@@ -215,11 +208,13 @@ def test_the_decision_is_never_forecast_slower_than_computing(
             assert option.num_blocks * 16 < prompt
 
 
-def planned(workers: list[WorkerSnapshot], prompt_tokens: int = 1_100, **options_: object) -> Plan:
-    demand = Demand(prompt_tokens, prompt_tokens + 100)
-    choice = place(workers, demand)
+def planned(
+    workers: list[WorkerSnapshot], prompt_tokens: int = 1_100, avoid: frozenset[str] = frozenset(), **options_: object
+) -> Plan:
+    outlook = look(table_of(workers), Demand(prompt_tokens, prompt_tokens + 100), avoid)
+    choice = choose(outlook, avoid=avoid, **options_)  # type: ignore[arg-type]
     assert isinstance(choice, Choice)
-    return plan(choice, demand, workers, **options_)  # type: ignore[arg-type]
+    return plan(choice, outlook)
 
 
 def test_a_plan_names_the_holder_and_what_is_left_to_compute() -> None:

@@ -15,7 +15,8 @@ from baton.errors import PeerRefused
 from baton.model_files import ModelFiles
 from baton.request import Role
 from baton.v1 import control_pb2, serving_pb2, serving_pb2_grpc, worker_pb2
-from router.placement import Choice, Demand, LinkView, NoPlace, WorkerSnapshot, place
+from router.placement import Choice, Demand, NoPlace, place
+from router.worker_table import LinkView, WorkerSnapshot, table_of
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
 
@@ -33,7 +34,7 @@ def linked(worker_id: str, *peers: str, state: str = "ready", **changes: object)
 
 
 def chosen(*workers: WorkerSnapshot, demand: Demand = SMALL, **options: object) -> tuple[str, str]:
-    found = place(workers, demand, **options)  # type: ignore[arg-type]
+    found = place(table_of(workers), demand, **options)  # type: ignore[arg-type]
     assert isinstance(found, Choice), found
     return found.prefill, found.decode
 
@@ -50,7 +51,7 @@ def test_the_prefill_worker_with_least_queued_and_the_decode_worker_with_most_ro
 
 def test_a_pair_whose_link_is_down_is_not_chosen_and_waited_for() -> None:
     bad, decode = linked("p0", "d0", state="lost"), snapshot("d0", Role.DECODE)
-    found = place((bad, decode), SMALL)
+    found = place(table_of((bad, decode)), SMALL)
     assert isinstance(found, NoPlace)
     assert not found.hopeless
     assert chosen(bad, linked("p1", "d0", waiting_tokens=900), decode) == ("p1", "d0")
@@ -69,18 +70,18 @@ def test_a_decode_worker_that_fits_no_prefill_worker_prefills_for_itself_where_n
     assert chosen(p0, decode) == ("d0", "d0")
     assert chosen(p0, decode, linked("p1", "d1"), snapshot("d1", Role.DECODE)) == ("p1", "d1")
     large = Demand(prompt_tokens=600, max_total_tokens=2_000)
-    assert isinstance(place((p0, decode), large), NoPlace)
+    assert isinstance(place(table_of((p0, decode)), large), NoPlace)
 
 
 def test_a_prefill_worker_that_may_come_back_is_waited_for_instead() -> None:
     p0, decode = linked("p0", "d0", state="refused"), snapshot("d0", Role.DECODE)
     for away in (snapshot("p1", Role.PREFILL, state="connecting"), linked("p1", "d0", state="lost")):
-        assert isinstance(place((p0, away, decode), SMALL), NoPlace)
+        assert isinstance(place(table_of((p0, away, decode)), SMALL), NoPlace)
 
 
 def test_a_link_of_an_earlier_epoch_counts_as_unproved() -> None:
     decode = snapshot("d0", Role.DECODE, epoch=2)
-    found = place((linked("p0", "d0"), decode), SMALL)
+    found = place(table_of((linked("p0", "d0"), decode)), SMALL)
     assert isinstance(found, Choice)
     assert found.score.unproved_link
 
@@ -92,7 +93,7 @@ def test_pairs_form_only_within_one_fingerprint() -> None:
         snapshot("d1", Role.DECODE, used_tokens=900),
     )
     assert chosen(*workers) == ("p0", "d1")
-    waiting = place((linked("p0", "d0"), workers[1], snapshot("p1", Role.PREFILL, state="connecting")), SMALL)
+    waiting = place(table_of((linked("p0", "d0"), workers[1], snapshot("p1", Role.PREFILL, state="connecting"))), SMALL)
     assert isinstance(waiting, NoPlace)
     assert "p0 to d0 is refused (fingerprint)" in waiting.reason
 
@@ -103,7 +104,7 @@ def test_a_worker_that_does_both_needs_nobody() -> None:
 
 def test_short_prompts_are_prefilled_on_decode_only_where_that_is_allowed() -> None:
     decode = snapshot("d0", Role.DECODE)
-    assert isinstance(place((decode,), SMALL), NoPlace)
+    assert isinstance(place(table_of((decode,)), SMALL), NoPlace)
     assert chosen(decode, local_prefill_tokens=100) == ("d0", "d0")
 
 
@@ -127,8 +128,8 @@ def test_a_prefill_worker_that_knows_the_prompt_goes_before_a_less_busy_one_but_
 
 
 def test_a_missing_role_is_hopeless_and_a_lost_worker_is_not() -> None:
-    nobody = place((snapshot("d0", Role.DECODE),), SMALL)
-    lost = place((snapshot("p0", Role.PREFILL, state="connecting"), snapshot("d0", Role.DECODE)), SMALL)
+    nobody = place(table_of((snapshot("d0", Role.DECODE),)), SMALL)
+    lost = place(table_of((snapshot("p0", Role.PREFILL, state="connecting"), snapshot("d0", Role.DECODE))), SMALL)
     assert isinstance(nobody, NoPlace)
     assert isinstance(lost, NoPlace)
     assert (nobody.hopeless, lost.hopeless) == (True, False)
@@ -233,7 +234,8 @@ async def test_a_fleet_without_a_role_refuses_at_once_and_says_so(files: ModelFi
     assert "no prefill worker is part of the fleet" in answer.error.message
 
 
-async def test_a_silent_worker_counts_as_lost_after_its_heartbeats(rig: Rig) -> None:
+async def test_a_silent_worker_counts_as_lost_after_its_heartbeats(rig_without_retries: Rig) -> None:
+    rig = rig_without_retries
     rig.decode.script.decode_gate.clear()
     call = asyncio.create_task(rig.generate(request(max_tokens=4)))
     await until(lambda: bool(rig.decode.adopted), "decode has the sequence")

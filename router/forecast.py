@@ -1,0 +1,104 @@
+"""What a call could expect of each worker: when its first token comes, how long each further one takes. Pure arrays.
+
+    ttft_s = (waiting_tokens + lacking_tokens) / prefill_tokens_per_s                      [+ step_s on a decode worker]
+    tpot_s = step_s + step_s_per_seq + step_s_per_token * prompt_tokens
+
+Everything comes from what workers report: speeds from router/rates.py; a step's marginal costs from StepModel, which learns
+them from all steps of like workers. A pull may shorten ttft_s: router/flow_back.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from router.worker_table import Floats, Mask, WorkerTable
+
+STEP_MEMORY = 1 - 1 / 256  # per sample: a pool of 8 workers, sampled each 16 steps, forgets within 512 steps of each
+MIN_STEP_SAMPLES = 32  # below it three parameters are fitted to noise
+RIDGE = 1e-3  # of the normalised normal equations: what the samples do not tell apart stays near 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """Of one sequence on every worker, [rows]."""
+
+    lacking_tokens: Floats  # of the prompt, to be computed
+    queue_s: Floats
+    ttft_s: Floats  # where the worker computes all that it lacks
+    tpot_s: Floats
+
+
+def forecast(workers: WorkerTable, prompt_tokens: int) -> Forecasts:
+    lacking = prompt_tokens - workers.cached_tokens
+    return Forecasts(
+        lacking_tokens=lacking,
+        queue_s=workers.waiting_tokens / workers.prefill_tokens_per_s,
+        ttft_s=(workers.waiting_tokens + lacking) / workers.prefill_tokens_per_s,
+        tpot_s=workers.step_s + workers.step_s_per_seq + workers.step_s_per_token * prompt_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Prompts that wait to be computed."""
+
+    num_workers: int  # that compute prompts
+    waiting_tokens: int  # in all
+    shortest_s: float  # until the first of these workers has nothing to do
+    mean_s: float  # until one of them has, on average
+
+
+def backlog(workers: WorkerTable, rows: Mask) -> Backlog:
+    """The work that waits on these rows."""
+    queue_s = workers.waiting_tokens[rows] / workers.prefill_tokens_per_s[rows]
+    if not len(queue_s):
+        return Backlog(0, 0, 0.0, 0.0)
+    return Backlog(len(queue_s), int(workers.waiting_tokens[rows].sum()), float(queue_s.min()), float(queue_s.mean()))
+
+
+@dataclass(slots=True)
+class StepModel:
+    """How a decode step's length grows with sequences and KV: t = base + per_seq * n + per_token * kv, least squares.
+
+    One for workers that are alike. Old samples fade. Until there are enough, and where the fit says less than nothing, growth
+    is 0: the step's length as measured is the forecast.
+    """
+
+    base_s: float = 0.0
+    per_seq_s: float = 0.0
+    per_token_s: float = 0.0
+    _num_samples: int = 0
+    _products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))  # fading sums of x x'
+    _sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))  # and of x t
+
+    def observe(self, num_running: int, used_tokens: float, step_s: float) -> None:
+        """Take a step; some microseconds, so not every one."""
+        x = np.array((1.0, num_running, used_tokens))
+        self._products = STEP_MEMORY * self._products + np.outer(x, x)
+        self._sums = STEP_MEMORY * self._sums + x * step_s
+        self._num_samples += 1
+        if self._num_samples % MIN_STEP_SAMPLES == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        scale = np.sqrt(np.diag(self._products))
+        if not scale.all():
+            return
+        normal = self._products / np.outer(scale, scale) + RIDGE * np.eye(3)
+        base, per_seq, per_token = np.linalg.solve(normal, self._sums / scale) / scale
+        if min(per_seq, per_token) < 0:  # batch and KV grow together: what one does not explain the other does
+            per_seq, per_token = self._kv_only(scale)
+        self.base_s, self.per_seq_s, self.per_token_s = max(0.0, base), max(0.0, per_seq), max(0.0, per_token)
+
+    def _kv_only(self, scale: npt.NDArray[np.float64]) -> tuple[float, float]:
+        pick = [0, 2]
+        normal = self._products[np.ix_(pick, pick)] / np.outer(scale[pick], scale[pick]) + RIDGE * np.eye(2)
+        _, per_token = np.linalg.solve(normal, self._sums[pick] / scale[pick]) / scale[pick]
+        return 0.0, float(per_token)
+
+    def grow_s(self, num_seqs: float, num_tokens: float) -> float:
+        """What so many more sequences and tokens add to a step."""
+        return self.per_seq_s * num_seqs + self.per_token_s * num_tokens
