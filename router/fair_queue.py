@@ -221,6 +221,10 @@ class FairQueue(Generic[T]):
                 return None
         return next(reversed(line.calls.values()))
 
+    def weight_with(self, tenant: Tenant) -> float:
+        """Of the tenants that wait and this one."""
+        return self.weight + (0.0 if self._flow(tenant).num_waiting else tenant.weight)
+
     def _flow(self, tenant: Tenant) -> _Flow:
         flow = self._flows.get(tenant.name)
         if flow is None:

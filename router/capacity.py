@@ -1,0 +1,117 @@
+"""What the fleet can take on now, as admission sees it: lanes that prefill and seats that decode. Pure.
+
+A lane is a prefill worker and the moment at which the work it has is done: prompts are computed one after the other at its
+measured rate, so what counts is when it is free, not how much waits. A seat is one more sequence on a decode worker: as many
+as its step time allows under the TPOT target, as its KV blocks hold and as it says it takes.
+
+Both are made of WorkerLoads, which lag by a heartbeat at worst; calls released since are added as they go.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KV_HEADROOM = 0.9  # of a decode pool, as placement's HEADROOM: beyond it a new sequence soon preempts another one
+TPOT_SHARE = (
+    0.85  # of a TPOT target that a forecast step may take; the rest is jitter, gaps and error. DESIGN section 9 (5)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One ready worker: what it reported last, and what this router has placed there since."""
+
+    worker_id: str
+    prefills: bool
+    decodes: bool
+    tokens_per_s: float  # of prompts; inf = not measured yet
+    waiting_tokens: int  # of prompts, of all routers
+    num_seqs: int  # there, or on their way
+    step_s: float  # of a step with them; 0 = not measured yet
+    max_seqs: int
+    kv_tokens: int  # what its pool holds
+    used_tokens: int  # reported: active and reserved blocks
+    step_s_per_seq: float = 0.0  # what one more sequence adds
+    step_s_per_token: float = 0.0  # what its KV adds
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+class Lanes:
+    """Prefill workers by the moment they are free. Instants are the caller's clock."""
+
+    def __init__(self, lanes: Iterable[tuple[float, float]] = ()) -> None:
+        """`lanes`: (free at, tokens per second) of each worker."""
+        self._heap = list(lanes)
+        heapq.heapify(self._heap)
+        self.tokens_per_s = sum(rate for _, rate in self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def free_s(self) -> float:
+        """When the first one is free. There is at least one."""
+        return self._heap[0][0]
+
+    def add(self, tokens: float, now_s: float) -> None:
+        """Give the first free lane a prompt."""
+        free_s, rate = self._heap[0]
+        heapq.heapreplace(self._heap, (max(free_s, now_s) + tokens / rate, rate))
+
+    def own_s(self, tokens: float) -> float:
+        """How long a prompt takes on an average lane."""
+        return tokens * len(self._heap) / self.tokens_per_s
+
+    def start_s(self, tokens_ahead: float, now_s: float) -> float:
+        """When a prompt starts that has this much before it in the queue."""
+        if not tokens_ahead or math.isinf(self.tokens_per_s):
+            return max(now_s, self.free_s)
+        work = sum(max(0.0, free_s - now_s) * rate for free_s, rate in self._heap)
+        return max(self.free_s, now_s + (work + tokens_ahead) / self.tokens_per_s)
+
+
+# -- decode ------------------------------------------------------------------------------------------------------------
+
+
+class Seats:
+    """How many more sequences the decode workers take under one TPOT target."""
+
+    def __init__(self, workers: Iterable[WorkerLoad], tpot_s: float, seq_tokens: float) -> None:
+        """`seq_tokens`: what a sequence comes to hold on average."""
+        limit_s = TPOT_SHARE * tpot_s
+        self.is_feasible = False  # somebody alone on some worker would meet the target
+        self.num_free = 0  # below 0: more were taken
+        for worker in workers:
+            self.is_feasible = self.is_feasible or _alone_s(worker, seq_tokens) <= limit_s
+            free_tokens = KV_HEADROOM * worker.kv_tokens - worker.used_tokens
+            num_free = min(
+                worker.max_seqs - worker.num_seqs, _num_in_time(worker, limit_s, seq_tokens), free_tokens // seq_tokens
+            )
+            # An idle worker takes one in any case: nobody is there to be slowed down, and whatever fits at all fits there.
+            self.num_free += int(max(not worker.num_seqs, num_free))
+
+    def take(self, num_seqs: int) -> None:
+        self.num_free -= num_seqs
+
+
+def _growth_s(worker: WorkerLoad, seq_tokens: float) -> float:
+    return worker.step_s_per_seq + worker.step_s_per_token * seq_tokens
+
+
+def _alone_s(worker: WorkerLoad, seq_tokens: float) -> float:
+    """A step with one sequence."""
+    return worker.step_s - _growth_s(worker, seq_tokens) * max(0, worker.num_seqs - 1)
+
+
+def _num_in_time(worker: WorkerLoad, limit_s: float, seq_tokens: float) -> float:
+    """Sequences that may join before a step takes longer than the limit."""
+    growth_s = _growth_s(worker, seq_tokens)
+    spare_s = limit_s - worker.step_s
+    if spare_s < 0:
+        return 0
+    return spare_s // growth_s if growth_s else math.inf
