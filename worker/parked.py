@@ -162,7 +162,9 @@ class ParkedCalls:
         """One page of what is kept; the first one claims it. End what runs first."""
         if self.is_claimed(find.key, router_epoch, now_s):
             return worker_pb2.Found(find=find.find, claimed=True)
-        if not find.offset and find.key in self._seqs:
+        if (
+            not find.offset
+        ):  # also where nothing is kept: who asks everybody asks one worker first, and has the call by it
             call = worker_pb2.ParkedCall(sequences=self._told(self._of(find.key), now_s))
             self._claims[find.key] = _Claim(router_epoch, now_s + CLAIM_S, call.SerializeToString())
         claim = self._claims.get(find.key)

@@ -1,0 +1,37 @@
+"""Opens the call that a gRPC message asks for: a new one, or one to go on with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from baton.errors import BatonError
+from baton.v1 import serving_pb2
+from router.call import TENANT, Call, Calls
+from router.grpc_messages import to_received, to_spec
+from router.resume import take_up
+
+CallMessage = serving_pb2.GenerateRequest | serving_pb2.ResumeRequest
+
+
+@asynccontextmanager
+async def open_call(
+    calls: Calls, message: CallMessage, metadata: Mapping[str, str], timeout_s: float | None, max_bytes: int
+) -> AsyncIterator[Call]:
+    """Raises: BatonError, as Calls.open."""
+    arrival_s = time.monotonic()
+    try:
+        if isinstance(message, serving_pb2.GenerateRequest):
+            spec, resumed = to_spec(message, metadata, timeout_s, max_bytes), None
+        else:
+            found = await calls.resumable.find(TENANT, message.request_id)
+            resumed = take_up(found, message.next_index, to_received(message))
+            left_s = min((t for t in (timeout_s, found.ttl_s) if t is not None), default=None)
+            spec = replace(found.spec, labels=replace(found.spec.labels, timeout_s=left_s))
+    except BatonError as error:
+        calls.refused("grpc", error)
+        raise
+    async with calls.open(spec, arrival_s, resumed) as call:
+        yield call
