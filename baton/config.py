@@ -100,7 +100,12 @@ class RouterConfig:
     processes: int = 1  # that serve the two ports together; docs/router_cost.md shows what one is good for
     shared_ports: bool = False  # listen with SO_REUSEPORT; `baton up` sets it, since it holds the ports while a router is away
     process_port: int = 0  # HTTP of this process alone, for its metrics and health; 0 = none. `baton up` picks one each
-    max_inflight: int = 512  # accepted calls; more get Overloaded
+    max_inflight: int = 512  # sequences inside, an n=4 call is 4; more get Overloaded
+    max_queued: int = 1_024  # calls that wait for their turn; in 2 s of TTFT a fleet that starts 500/s gets through them
+    max_queued_tokens: int = 8_000_000  # of their prompts: 64 MB of token ids
+    queue_window_s: float = 0.02  # of work that a prefill worker has before it gets more. measured: docs/overload.md
+    shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
+    api_keys_file: str = ""  # or a folder of them, as a secret is mounted; "" = no keys. router/tenants.py
     request_timeout_s: float = 600.0  # where the caller gives no deadline
     max_retries: int = 4  # of one sequence elsewhere, in a row without a new token; 0 = a worker's death ends its streams
     unavailable_wait_s: float = 60.0  # how long a call waits for a worker to come back, within its deadline
