@@ -101,7 +101,7 @@ class RouterConfig:
     shared_ports: bool = False  # listen with SO_REUSEPORT; `baton up` sets it, since it holds the ports while a router is away
     process_port: int = 0  # HTTP of this process alone, for its metrics and health; 0 = none. `baton up` picks one each
     max_inflight: int = 512  # sequences inside, an n=4 call is 4; more get Overloaded
-    max_queued: int = 1_024  # calls that wait for their turn; in 2 s of TTFT a fleet that starts 500/s gets through them
+    max_queued: int = 1_024  # calls that wait for their turn: 2 s of TTFT where 500 start each second
     max_queued_tokens: int = 8_000_000  # of their prompts: 64 MB of token ids
     queue_window_s: float = 0.02  # of work that a prefill worker has before it gets more. measured: docs/overload.md
     shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
