@@ -1,9 +1,8 @@
-"""What Starlette leaves to its users: bounded bodies, errors in OpenAI's shape, and callers that leave.
+"""Bodies in and replies out, for applications that write to their Exchange: bounded bodies, errors in OpenAI's shape.
 
-    read_body            at most `limit` bytes; a larger one is refused by its declared length, before it is read
-    send_json, send_error
-    cancel_when_gone     runs an answer and cancels it within milliseconds of the client's disconnect
-Everything here is plain ASGI on the event loop.
+    read_body       at most `limit` bytes; a larger one is refused by its declared length, before it is read
+    send_json, send_error, refuse_unread
+Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from baton.errors import BatonError, InvalidRequest
+from router.http_protocol import Exchange
 from router.labels import REQUEST_ID
 
 # A client that is still sending cannot read our refusal: take in what it sends, but not for ever. Several times the largest
@@ -33,13 +33,15 @@ _TYPES = {
 }
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(exchange: Exchange, scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body.
 
     Raises:
         InvalidRequest: it is larger than `limit` bytes, or did not come within READ_S.
         ConnectionError: the client left before its end.
     """
+    if exchange.body_waits:  # nearly always; a timer would cost more than the reading
+        return await _read(scope, receive, limit)
     try:
         async with asyncio.timeout(READ_S):
             return await _read(scope, receive, limit)
@@ -90,24 +92,11 @@ def headers(scope: Scope) -> Mapping[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def send_json(send: Send, status: int, value: object, extra: Mapping[str, str] | None = None) -> None:
+def send_json(exchange: Exchange, status: int, value: object, fields: bytes = b"") -> None:
+    """The whole response, in one write. `fields`: more header lines, with their CRLF."""
     body = orjson.dumps(value)
-    await send(_start(status, {"content-type": "application/json", "content-length": str(len(body)), **(extra or {})}))
-    await send({"type": "http.response.body", "body": body})
-
-
-async def start_sse(send: Send, request_id: str) -> None:
-    """The head of a stream of server-sent events."""
-    await send(
-        _start(
-            200,
-            {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", REQUEST_ID: request_id},
-        )
-    )
-
-
-async def send_event(send: Send, value: object) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + orjson.dumps(value) + b"\n\n", "more_body": True})
+    exchange.write(exchange.head(status, _json_fields(body) + fields) + body)
+    exchange.end()
 
 
 def error_body(error: BatonError) -> dict[str, object]:
@@ -122,44 +111,19 @@ def error_body(error: BatonError) -> dict[str, object]:
     }
 
 
-async def send_error(send: Send, error: BatonError) -> None:
-    extra = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s else {}
-    await send_json(send, error.http_status, error_body(error), extra)
+def send_error(exchange: Exchange, error: BatonError) -> None:
+    fields = b"retry-after: %d\r\n" % math.ceil(error.retry_after_s) if error.retry_after_s else b""
+    send_json(exchange, error.http_status, error_body(error), fields)
 
 
-async def refuse_unread(receive: Receive, send: Send, error: BatonError) -> None:
+async def refuse_unread(exchange: Exchange, receive: Receive, error: BatonError) -> None:
     """Answer before the body was read, and keep taking it in for a while so that the client gets to the answer."""
     body = orjson.dumps(error_body(error))
-    await send(
-        _start(
-            error.http_status,
-            {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"},
-        )
-    )
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    exchange.close_after()
+    exchange.write(exchange.head(error.http_status, _json_fields(body)) + body)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_discard(receive), DISCARD_S)
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def cancel_when_gone(receive: Receive, answer: Coroutine[None, None, None]) -> None:
-    """Run `answer`; cancel it as soon as the client disconnects. Call after the body was read."""
-    work = asyncio.create_task(answer)
-    gone = asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        unfinished = not work.done()
-        work.cancel()
-        gone.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-    if not unfinished:
-        work.result()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    exchange.end()
 
 
 async def _discard(receive: Receive) -> None:
@@ -171,6 +135,10 @@ def _too_large(size: str, limit: int) -> InvalidRequest:
     return InvalidRequest(f"body has {size}; the limit is {limit}", field="body")
 
 
-def _start(status: int, fields: Mapping[str, str]) -> dict[str, object]:
-    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
-    return {"type": "http.response.start", "status": status, "headers": pairs}
+def _json_fields(body: bytes) -> bytes:
+    return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+
+
+def request_id_field(request_id: str) -> bytes:
+    """The header line that tells a caller what its call is known by."""
+    return b"%b: %b\r\n" % (REQUEST_ID.encode(), request_id.encode("latin-1", "replace"))

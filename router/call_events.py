@@ -1,4 +1,4 @@
-"""What a call tells its client, and the outbox in which it waits to be taken.
+"""What a call tells its client, who may hear it as it happens, and the outbox in which it waits for those who cannot.
 
 The sequences put, one writer takes. A writer that keeps up gets one token at a time. One that is more than HIGH_WATER events
 behind gets them merged, all of a choice at once, so that catching up costs few writes; one that leaves more than `limit_bytes`
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.errors import BatonError
-from baton.request import FinishReason, SampledToken
+from baton.request import FinishReason, Logprobs, SampledToken
 from baton.timings import Timings
+from router.detokenizer import TextStream
 
 HIGH_WATER = 16  # events; writing that many takes 0.3 ms (DESIGN section 8), less than one decode step
 MAX_MERGED = 1_024  # events per take: with 20 logprobs each, 0.7 MB on the wire, below gRPC's limit for one message
@@ -72,8 +74,47 @@ class CallDone:
 
 
 CallEvent = Pieces | ChoiceFinished | CallDone
-Queued = Piece | ChoiceFinished | BatonError
-Taken = Pieces | ChoiceFinished | BatonError
+Queued = Piece | ChoiceFinished | CallDone | BatonError
+Taken = Pieces | ChoiceFinished | CallDone | BatonError
+
+
+class ChoiceSink(Protocol):
+    """Hears one choice, from within the worker's message: never blocks, never awaits."""
+
+    def token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
+        """Take the next token; returns True when the answer is complete for the router's reasons (a stop string)."""
+        ...
+
+    def end(self, finish: FinishReason) -> None:
+        """The sequence has ended well, and so has its text, as far as the sink has not said so itself."""
+        ...
+
+
+class Audience(Protocol):
+    """Hears a call while it happens."""
+
+    def choice(self, choice: int, text: TextStream) -> ChoiceSink:
+        """Called once for each choice, before its first token; `text` is the sink's to push."""
+        ...
+
+
+class PieceSink:
+    """Turns one choice's tokens into Pieces, for whoever has no faster way."""
+
+    def __init__(self, choice: int, text: TextStream, put: Callable[[Piece | ChoiceFinished], None]) -> None:
+        self._choice = choice
+        self._text = text
+        self._put = put
+
+    def token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
+        text = self._text.push(token_id, finish)
+        self._put(Piece(self._choice, text, SampledToken(0, index, token_id, finish, logprobs)))
+        return self._text.stop_match is not None
+
+    def end(self, finish: FinishReason) -> None:
+        if tail := self._text.finish(cut=finish is FinishReason.LENGTH):
+            self._put(Piece(self._choice, tail, None))
+        self._put(ChoiceFinished(self._choice, finish, self._text.stop_match or ""))
 
 
 class Outbox:
@@ -88,7 +129,7 @@ class Outbox:
     def put(self, event: Queued) -> bool:
         """Returns False when more waits than may."""
         self._events.append(event)
-        self._num_bytes += _size(event)
+        self._num_bytes += memory_bytes(event)
         self._arrived.set()
         return self._num_bytes <= self._limit_bytes
 
@@ -102,7 +143,7 @@ class Outbox:
 
     def _pop(self) -> Queued:
         event = self._events.popleft()
-        self._num_bytes -= _size(event)
+        self._num_bytes -= memory_bytes(event)
         return event
 
 
@@ -125,7 +166,7 @@ def _flushed(waiting: dict[int, list[Piece]]) -> list[Taken]:
     return flushed
 
 
-def _size(event: Queued) -> int:
+def memory_bytes(event: Queued) -> int:
     """Bytes of memory, about."""
     if not isinstance(event, Piece) or event.token is None or event.token.logprobs is None:
         return PIECE_BYTES

@@ -17,9 +17,12 @@ import codecs
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import orjson
 
 from baton.errors import ConfigError
+from baton.request import FinishReason
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -37,10 +40,22 @@ _SPACE_MARK = "\u2581"  # SentencePiece's visible space
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """Bytes of every token id; b"" for special ones and for holes in the vocabulary."""
+    """Bytes of every token id; b"" for special ones and for holes in the vocabulary. Indexed by token id."""
 
     token_bytes: Sequence[bytes]
     special_bytes: Mapping[int, bytes]  # what a special token is called, for logprobs
+    texts: Sequence[str | None] = field(init=False)  # None = no whole characters
+    json_texts: Sequence[bytes | None] = field(init=False)  # the same as the inside of a JSON string
+    longest_json: int = field(init=False)  # bytes of the longest of them
+    longest: int = field(init=False)  # bytes of the longest token: no text of B bytes has fewer than B / longest tokens
+
+    def __post_init__(self) -> None:
+        texts = [_whole_characters(token) for token in self.token_bytes]
+        json_texts = [None if text is None else json_inside(text) for text in texts]
+        object.__setattr__(self, "texts", texts)
+        object.__setattr__(self, "json_texts", json_texts)
+        object.__setattr__(self, "longest_json", max((len(text) for text in json_texts if text), default=0))
+        object.__setattr__(self, "longest", max(map(len, self.token_bytes), default=1) or 1)
 
     @classmethod
     def from_tokenizer_json(cls, text: str, vocab_size: int) -> TokenTable:
@@ -71,10 +86,17 @@ class TokenTable:
         """The bytes to show for a token in a list of logprobs."""
         return self.special_bytes.get(token_id) or self.token_bytes[token_id]
 
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest token: no text of B bytes has fewer than B / longest tokens."""
-        return max(map(len, self.token_bytes), default=1) or 1
+
+def json_inside(text: str) -> bytes:
+    """What stands between the quotes of a JSON string."""
+    return orjson.dumps(text)[1:-1]
+
+
+def _whole_characters(token: bytes) -> str | None:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _vocab_items(vocab: object) -> list[tuple[str, int]]:
@@ -169,19 +191,32 @@ class TextStream:
     def __init__(self, table: TokenTable, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = StopMatcher(stops)
+        self._mid_character = False  # bytes wait in the decoder
+        self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
     @property
     def stop_match(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._stops.match
+        return self._stops.match if self._stops is not None else None
 
-    def push(self, token_id: int) -> str:
-        """The text that this token makes certain; perhaps none."""
+    @property
+    def is_plain(self) -> bool:
+        """The next token's text is the table's own, if that is one of whole characters; pushing it would change nothing."""
+        return self._stops is None and not self._mid_character
+
+    def push(self, token_id: int, finish: FinishReason = FinishReason.NONE) -> str:
+        """The text that this token makes certain; perhaps none: one that ends the text (EOS, a stop token) has none."""
+        if finish is FinishReason.STOP:
+            return ""
+        text = None if self._mid_character else self._table.texts[token_id]
+        if text is None:
+            text = self._utf8.decode(self._table.token_bytes[token_id])
+            self._mid_character = bool(self._utf8.getstate()[0])
+        if self._stops is None:
+            return text
         self._num_tokens += 1
-        text = self._utf8.decode(self._table.token_bytes[token_id])
         return text if self._num_tokens <= self._min_tokens else self._stops.push(text)
 
     def finish(self, *, cut: bool) -> str:
@@ -189,5 +224,7 @@ class TextStream:
         if self.stop_match is not None:
             return ""
         unfinished = "" if cut else self._utf8.decode(b"", final=True)
+        if self._stops is None:
+            return unfinished
         safe = self._stops.push(unfinished) if unfinished else ""
         return safe if self.stop_match is not None else safe + self._stops.flush()

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton.config import RouterConfig
 from baton.errors import ConfigError
+from router.http_protocol import MAX_IDLE, FrontDoorProtocol, Idle, Intake
 
-BACKLOG = 1_024  # connections that may wait while the loop is busy; twice max_inflight
-KEEP_ALIVE_S = 75  # longer than the 60 s of common load balancers, so that they close first
+BACKLOG = 4_096  # connections that may wait while the loop is busy; the kernel's own limit (somaxconn) by default
 SHUTDOWN_S = 1  # for calls that were told to end
 STALL_MS = (
     60_000  # a client that takes none of what waits for it is cut by the kernel: twice common proxies' 30 s of patience
@@ -38,9 +39,16 @@ class HttpServer:
         """Raises: ConfigError, when the port is taken."""
         self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
+        self._app = app
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._idle = Idle(loop, MAX_IDLE)
         self._server = _Uvicorn(
             uvicorn.Config(
-                app,
+                self._app,
+                http=partial(FrontDoorProtocol, Intake(loop), self._idle),  # type: ignore[arg-type]  # is only called
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -48,19 +56,16 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
         )
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
 
     async def stop(self) -> None:
-        self._server.should_exit = True
         if self._task is not None:
+            self._server.should_exit = True
             await self._task
+            self._idle.stop()
         self.close()
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class CallRecord:
     ttft_s: float | None
     queue_s: float | None
     handoff_gap_s: float | None
-    gaps_s: Sequence[float]
+    gaps_s: Sequence[Sequence[float]]  # by choice, sorted
     call_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -110,8 +110,9 @@ class RouterMetrics:
             if value is not None:
                 histogram.labels(name).observe(value)
         itl = self._itl.labels(name)
-        for gap_s in record.gaps_s:
-            itl.observe(gap_s)
+        for gaps_s in record.gaps_s:
+            for gap_s in gaps_s:
+                itl.observe(gap_s)
         self._prompt.labels(name).inc(record.prompt_tokens)
         self._output.labels(name).inc(record.completion_tokens)
         self._retries.labels(name).inc(record.num_retries)

@@ -10,6 +10,7 @@ which the body ends without [DONE] (the official client raises APIError on it). 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -25,35 +26,26 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, Internal, InvalidRequest, NotFound
 from baton.log import get_log
 from baton.model_spec import ModelSpec
-from router.asgi import (
-    cancel_when_gone,
-    error_body,
-    headers,
-    parse_json,
-    read_body,
-    refuse_unread,
-    send_error,
-    send_event,
-    send_json,
-    start_sse,
-)
-from router.call import Call, Calls, ClientStuck
-from router.call_events import CallDone, ChoiceFinished, Piece, Pieces
+from router.asgi import headers, parse_json, read_body, refuse_unread, request_id_field, send_error, send_json
+from router.call import Call, Calls
+from router.call_events import ChoiceFinished, Piece, PieceSink
 from router.call_spec import ChatPrompt
+from router.detokenizer import TextStream
 from router.fleet import Fleet
-from router.labels import REQUEST_ID, labels_from
+from router.http_protocol import Exchange, exchange_of
+from router.labels import labels_from
 from router.metrics import RouterMetrics
-from router.openai_replies import ChatReply, CompletionReply, Reply
+from router.openai_replies import ChatReply, CompletionReply
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from router.sse import SseStream
 from router.tokenizer import Tokenizer
 from router.validate import check_messages, check_text, check_token_ids
 
 log = get_log("router.http")
-DONE = b"data: [DONE]\n\n"
 
 
 class JsonEndpoint:
-    """POST with a JSON body: reads it, runs `answer`, says every error, notices a client that leaves.
+    """POST with a JSON body: reads it, runs `answer`, says every error; a client that leaves cancels the answer.
 
     `on_refused` hears of bodies that `answer` never saw.
     """
@@ -61,7 +53,7 @@ class JsonEndpoint:
     def __init__(
         self,
         max_body_bytes: int,
-        answer: Callable[[Scope, object, Send, float], Awaitable[None]],
+        answer: Callable[[Scope, object, Exchange], Awaitable[None]],
         on_refused: Callable[[BatonError], None] = lambda error: None,
     ) -> None:
         self._max_body_bytes = max_body_bytes
@@ -69,12 +61,12 @@ class JsonEndpoint:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival_s = time.monotonic()
+        exchange = exchange_of(scope)
         try:
-            body = await read_body(scope, receive, self._max_body_bytes)
+            body = await read_body(exchange, scope, receive, self._max_body_bytes)
         except InvalidRequest as error:
             self._on_refused(error)
-            await refuse_unread(receive, send, error)
+            await refuse_unread(exchange, receive, error)
             return
         except ConnectionError:
             return
@@ -82,34 +74,52 @@ class JsonEndpoint:
             data = parse_json(body)
         except InvalidRequest as error:
             self._on_refused(error)
-            await send_error(send, error)
+            send_error(exchange, error)
             return
-        await cancel_when_gone(receive, self._run(scope, data, send, arrival_s))
-
-    async def _run(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        exchange.watch(on_gone=task.cancel)
         try:
-            await self._answer(scope, data, send, arrival_s)
-        except ClientStuck:
-            return  # the answer stays unfinished, so the server closes the connection
+            await self._run(scope, data, exchange)
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                raise
+            task.uncancel()
+
+    async def _run(self, scope: Scope, data: object, exchange: Exchange) -> None:
+        try:
+            if exchange.behind:  # with an earlier answer on this connection: its memory is bounded by one
+                await exchange.caught_up()
+            if not exchange.gone:
+                await self._answer(scope, data, exchange)
         except BatonError as error:
-            await send_error(send, error)
+            _say(exchange, error)
         except Exception:
             log.exception("request_failed", path=scope["path"])
-            await send_error(send, Internal("an internal error ended the call"))
+            _say(exchange, Internal("an internal error ended the call"))
+
+
+def _say(exchange: Exchange, error: BatonError) -> None:
+    """Answer with an error, unless a part of another answer was sent already: then the end of the connection must do."""
+    if not exchange.begun:
+        send_error(exchange, error)
+    elif not exchange.ended:
+        exchange.cut()
 
 
 class GenerationApi:
     """The two endpoints that generate."""
 
-    def __init__(self, model: str, calls: Calls) -> None:
+    def __init__(self, model: str, calls: Calls, backlog_bytes: int) -> None:
         self._model = model
         self._calls = calls
+        self._backlog_bytes = backlog_bytes
 
-    async def chat(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
-        await self._generate("chat", ChatRequest, ChatReply, scope, data, send, arrival_s)
+    async def chat(self, scope: Scope, data: object, exchange: Exchange) -> None:
+        await self._generate("chat", ChatRequest, ChatReply, scope, data, exchange)
 
-    async def completions(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
-        await self._generate("completions", CompletionRequest, CompletionReply, scope, data, send, arrival_s)
+    async def completions(self, scope: Scope, data: object, exchange: Exchange) -> None:
+        await self._generate("completions", CompletionRequest, CompletionReply, scope, data, exchange)
 
     async def _generate(
         self,
@@ -118,8 +128,7 @@ class GenerationApi:
         reply_kind: type[ChatReply] | type[CompletionReply],
         scope: Scope,
         data: object,
-        send: Send,
-        arrival_s: float,
+        exchange: Exchange,
     ) -> None:
         try:
             body = parse(kind, data)
@@ -127,64 +136,46 @@ class GenerationApi:
         except BatonError as error:
             self._calls.refused(api, error)
             raise
-        stream = _Stream(send, body.include_usage)
-        try:
-            async with self._calls.open(spec, arrival_s) as call:
-                reply = reply_kind(call.request_id, self._model, self._calls.table, bool(body.return_token_ids))
-                if body.stream:
-                    await stream.run(call, reply)
-                else:
-                    await _send_whole(send, call, reply)
-        except ClientStuck:
+        async with self._calls.open(spec, exchange.arrival_s) as call:
+            reply = reply_kind(call.request_id, self._model, self._calls.table, bool(body.return_token_ids))
+            if body.stream:
+                uniform = spec.sampling.logprobs is None and not body.return_token_ids
+                stream = SseStream(exchange, call.request_id, reply, self._calls.table, self._backlog_bytes, uniform)
+                await _stream(stream, call, body.include_usage)
+            else:
+                whole = Whole()
+                done = await call.tell(whole)
+                fields = request_id_field(call.request_id)
+                send_json(exchange, 200, reply.whole(whole.pieces, whole.ends, done), fields)
+
+
+async def _stream(stream: SseStream, call: Call, include_usage: bool) -> None:
+    """An error behind the first token becomes the last event; an earlier one is raised, for a status of its own."""
+    try:
+        done = await call.tell(stream)
+    except BatonError as error:
+        if not stream.begun:
             raise
-        except BatonError as error:
-            if not stream.begun:
-                raise
-            await send_event(send, error_body(error))
-            await send({"type": "http.response.body", "body": b""})
-        except Exception:
-            if not stream.begun:
-                raise
-            log.exception("stream_failed", path=scope["path"])
-            await send_event(send, error_body(Internal("an internal error ended the call")))
-            await send({"type": "http.response.body", "body": b""})
+        stream.fail(error)
+        raise
+    stream.finish(done, include_usage)
 
 
-class _Stream:
-    """Server-sent events of one call; the head goes out with the first token, so earlier failures keep their status."""
+class Whole:
+    """An Audience that keeps everything."""
 
-    def __init__(self, send: Send, include_usage: bool) -> None:
-        self.begun = False
-        self._send = send
-        self._include_usage = include_usage
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.ends: list[ChoiceFinished] = []
 
-    async def run(self, call: Call, reply: Reply) -> None:
-        async for event in call:
-            if not self.begun:
-                self.begun = True
-                await start_sse(self._send, call.request_id)
-            match event:
-                case Pieces():
-                    await send_event(self._send, reply.pieces(event))
-                case ChoiceFinished():
-                    await send_event(self._send, reply.end(event))
-                case CallDone():
-                    if self._include_usage:
-                        await send_event(self._send, reply.usage(event))
-        await self._send({"type": "http.response.body", "body": DONE})
+    def choice(self, choice: int, text: TextStream) -> PieceSink:
+        return PieceSink(choice, text, self._keep)
 
-
-async def _send_whole(send: Send, call: Call, reply: Reply) -> None:
-    pieces: list[Piece] = []
-    ends: list[ChoiceFinished] = []
-    async for event in call:
-        match event:
-            case Pieces():
-                pieces += event.parts
-            case ChoiceFinished():
-                ends.append(event)
-            case CallDone():
-                await send_json(send, 200, reply.whole(pieces, ends, event), {REQUEST_ID: call.request_id})
+    def _keep(self, event: Piece | ChoiceFinished) -> None:
+        if isinstance(event, Piece):
+            self.pieces.append(event)
+        else:
+            self.ends.append(event)
 
 
 class TokenApi:
@@ -197,7 +188,7 @@ class TokenApi:
             spec.max_model_len
         )  # text certain to exceed it is refused unread: 4 MB would take a thread for 2 s
 
-    async def tokenize(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+    async def tokenize(self, scope: Scope, data: object, exchange: Exchange) -> None:
         body = parse(TokenizeRequest, data)
         self._check_model(body.model)
         prompt = body.one()
@@ -207,13 +198,13 @@ class TokenApi:
         else:
             check_text(prompt.field, prompt.text)
             ids = await self._tokenizer.encode(prompt.text, field=prompt.field, max_tokens=self._max_tokens)
-        await send_json(send, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
+        send_json(exchange, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
 
-    async def detokenize(self, scope: Scope, data: object, send: Send, arrival_s: float) -> None:
+    async def detokenize(self, scope: Scope, data: object, exchange: Exchange) -> None:
         body = parse(DetokenizeRequest, data)
         self._check_model(body.model)
         check_token_ids("tokens", body.tokens, self._spec.vocab_size)
-        await send_json(send, 200, {"prompt": self._tokenizer.decode(body.tokens)})
+        send_json(exchange, 200, {"prompt": self._tokenizer.decode(body.tokens)})
 
     def _check_model(self, model: str) -> None:
         if model and model != self._spec.name:
@@ -253,7 +244,7 @@ def build_app(
     config: RouterConfig, spec: ModelSpec, calls: Calls, tokenizer: Tokenizer, fleet: Fleet, metrics: RouterMetrics
 ) -> Starlette:
     """The whole HTTP side of a router."""
-    generation = GenerationApi(spec.name, calls)
+    generation = GenerationApi(spec.name, calls, config.client_backlog_bytes)
     tokens = TokenApi(spec, tokenizer)
     pages = Pages(spec, fleet, metrics, calls)
     limit = config.max_body_bytes

@@ -119,8 +119,7 @@ async def test_a_client_that_has_not_taken_its_answer_when_its_time_is_over_is_g
         call = serving_pb2_grpc.ServingStub(narrow).Generate(request("hello", **MANY))
         await until(lambda: not rig.decode.num_open and bool(rig.decode.adopted), "the answer is made")
         (running,) = rig.front_end.calls._running
-        assert running._patience is not None
-        running._patience.reschedule(asyncio.get_running_loop().time())  # the time is over
+        running.lose_patience()  # as at the end of its time
         await rig.idle()
         assert not call.done()
         await narrow.close(None)

@@ -1,0 +1,326 @@
+"""uvicorn's httptools protocol with what a front door needs on top: paced intake, bounds, and responses written directly.
+
+    Intake      bytes that arrive are fed to the parser in small slices, so thousands of requests that come at once leave
+                room between them for the tokens of those that run
+    Idle        connections between requests, in the order in which they fell idle: bounded in number and in time. One
+                that has not sent a whole request head is idle, however often it sends a byte
+    Exchange    one request's side of its connection, handed to the application in the ASGI scope: it writes the response
+                itself, in as few writes as it likes, and is told when the client leaves or falls behind
+
+Invariants: a response is begun at most once, by ASGI's `send` or by the Exchange, never by both. An Exchange that has ended
+writes nothing more. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+EXTENSION = "baton.exchange"
+
+# Reads per turn of the loop. Each may start a request, which takes about 0.25 ms (docs/router_cost.md): together 2 ms, a
+# tenth of the gap that a stream may be late by.
+READS_PER_TURN = 8
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
+MAX_IDLE = 10_000  # connections; each holds about 20 KB here and in the kernel
+HEAD_TOO_LARGE = b"the request head is too large; the limit is %d bytes" % MAX_HEAD_BYTES
+KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, so that they close first
+SWEEP_S = 5.0  # how late an idle connection may be closed
+
+
+class Intake:
+    """What has arrived on all connections and is not parsed yet."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[FrontDoorProtocol] = deque()
+
+    def add(self, protocol: FrontDoorProtocol) -> None:
+        """Let `protocol` parse what it holds when its turn comes."""
+        if not self._waiting:
+            self._loop.call_soon(self._take)
+        self._waiting.append(protocol)
+
+    def _take(self) -> None:
+        for _ in range(min(READS_PER_TURN, len(self._waiting))):
+            self._waiting.popleft().parse()
+        if self._waiting:
+            self._loop.call_soon(self._take)
+
+
+class Idle:
+    """Connections without a request, the longest idle first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self._loop = loop
+        self._limit = limit
+        self._since_s: dict[FrontDoorProtocol, float] = {}
+        self._timer = loop.call_later(SWEEP_S, self._sweep)
+
+    def add(self, protocol: FrontDoorProtocol) -> None:
+        self._since_s[protocol] = self._loop.time()
+        if len(self._since_s) > self._limit:
+            self._close(next(iter(self._since_s)))
+
+    def remove(self, protocol: FrontDoorProtocol) -> None:
+        self._since_s.pop(protocol, None)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        oldest_s = self._loop.time() - KEEP_ALIVE_S
+        while self._since_s:
+            protocol, since_s = next(iter(self._since_s.items()))
+            if since_s > oldest_s:
+                break
+            self._close(protocol)
+        self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _close(self, protocol: FrontDoorProtocol) -> None:
+        del self._since_s[protocol]
+        protocol.transport.close()
+
+
+class Exchange:
+    """One request and its response, for an application that writes the response itself.
+
+    `write` may be called until `end`; it never blocks. `behind` says that the client does not keep up: what is written
+    nevertheless waits in memory.
+    """
+
+    __slots__ = ("_cycle", "_on_gone", "_on_pace", "_protocol", "arrival_s", "write")
+
+    def __init__(self, protocol: FrontDoorProtocol, arrival_s: float) -> None:
+        self.arrival_s = arrival_s  # monotonic, of the request's head
+        self.write = protocol.transport.write
+        self._protocol = protocol
+        self._cycle: RequestResponseCycle | None = None
+        self._on_gone: Callable[[], object] = _nothing
+        self._on_pace: Callable[[], object] = _nothing
+
+    def attach(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def gone(self) -> bool:
+        """The client has left, or was cut off."""
+        return self.cycle.disconnected or self._protocol.transport.is_closing()
+
+    @property
+    def cycle(self) -> RequestResponseCycle:
+        assert self._cycle is not None
+        return self._cycle
+
+    @property
+    def body_waits(self) -> bool:
+        """All of the request's body is here."""
+        return not self.cycle.more_body
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a body of unknown length goes out in chunks; to HTTP/1.0 it ends with the connection."""
+        return self.cycle.scope["http_version"] == "1.1"
+
+    @property
+    def begun(self) -> bool:
+        """The response's status is sent."""
+        return self.cycle.response_started
+
+    @property
+    def ended(self) -> bool:
+        return self.cycle.response_complete
+
+    @property
+    def behind(self) -> bool:
+        return self._protocol.flow.write_paused
+
+    async def caught_up(self) -> None:
+        """Wait until the client has taken most of what was written for it before, or has left."""
+        await self._protocol.flow.drain()
+
+    def watch(self, on_gone: Callable[[], object]) -> None:
+        """From now to `end`, hear that the client left: at most once."""
+        self._on_gone = on_gone
+        self._protocol.active = self
+
+    def when_pace_changes(self, on_pace: Callable[[], object]) -> None:
+        """While watching, hear that the client fell behind, caught up or left: `behind` and `gone` say which."""
+        self._on_pace = on_pace
+
+    def head(self, status: int, fields: bytes) -> bytes:
+        """Status line and headers, to be written with the body's beginning. `fields`: lines with their CRLF, which name
+        Content-Length unless the body has an unknown length."""
+        cycle = self.cycle
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        parts = [STATUS_LINE[status], self._protocol.default_fields(), fields]
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"\r\n")
+        return b"".join(parts)
+
+    def end(self) -> None:
+        """The response is complete; the connection may take its next request."""
+        self._forget()
+        cycle = self.cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self._protocol.transport.close()
+        cycle.on_response()
+
+    def cut(self) -> None:
+        """Drop the connection, with what waits to be sent."""
+        self._protocol.transport.abort()
+
+    def close_after(self) -> None:
+        """Let the connection take no request after this one."""
+        self.cycle.keep_alive = False
+
+    def client_left(self) -> None:
+        on_gone, on_pace = self._on_gone, self._on_pace
+        self._forget()
+        on_pace()
+        on_gone()
+
+    def pace_changed(self) -> None:
+        self._on_pace()
+
+    def _forget(self) -> None:
+        self._on_gone = self._on_pace = _nothing
+        self._protocol.active = None
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
+class _HeadTooLarge(Exception):
+    """Ends the parsing of a request whose head nobody may send."""
+
+
+class FrontDoorProtocol(HttpToolsProtocol):
+    """One connection of the server that owns `intake` and `idle`."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        idle: Idle,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.active: Exchange | None = None  # whose response may be written now
+        self._intake = intake
+        self._idle = idle
+        self._unparsed: list[bytes] = []
+        self._exchange: Exchange | None = None  # of the request that is being received
+        self._head_bytes = 0  # of its head, while that is not complete
+
+    # -- connection --------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._idle.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.remove(self)
+        self._unparsed.clear()
+        super().connection_lost(exc)
+        if self.active is not None:
+            self.active.client_left()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.active is not None:
+            self.active.pace_changed()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.active is not None:
+            self.active.pace_changed()
+
+    def default_fields(self) -> bytes:
+        """Header lines that every response has: the date."""
+        return b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers])
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Only takes note; what comes while the first part still waits stops the reading, so that two parts at most wait."""
+        self._unparsed.append(data)
+        if len(self._unparsed) == 1:
+            self._intake.add(self)
+        else:
+            self.flow.pause_reading()
+
+    def parse(self) -> None:
+        """Called by the intake."""
+        data, num_parts = b"".join(self._unparsed), len(self._unparsed)
+        self._unparsed.clear()
+        if not data or self.transport.is_closing():
+            return
+        if num_parts > 1:
+            self.flow.resume_reading()
+        super().data_received(data)
+        if self._exchange is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, HEAD_TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser gave up."""
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, HEAD_TOO_LARGE)
+        else:
+            self._refuse(400, msg.encode())
+
+    def _refuse(self, status: int, text: bytes) -> None:
+        fields = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+            text
+        )
+        self.transport.write(STATUS_LINE[status] + self.default_fields() + fields + text)
+        self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._exchange = None
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLarge
+        self._idle.remove(self)
+        exchange = self._exchange = Exchange(self, time.monotonic())
+        self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
+        super().on_headers_complete()
+        exchange.attach(self.cycle)
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, without a timer for each request."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle.add(self)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The request's Exchange."""
+    exchange: Exchange = scope["extensions"][EXTENSION]
+    return exchange
