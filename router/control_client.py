@@ -1,7 +1,9 @@
 """The router's two conversations with the controller: `Watch` tells it the fleet and the SLO classes, `Report` says what its
 clients saw, once a second.
 
-The controller may be away at any time: the last state stays in force and both are tried again. Event loop only.
+The controller may be away at any time: the last state stays in force and both are tried again. One that vanished without a
+word is noticed by pings. Reports are totals since this router's start, so one that is lost is contained in the next. Event
+loop only.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
+from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.fleet import Fleet
@@ -24,6 +27,9 @@ log = get_log("router.control")
 RETRY_S = 0.5  # one heartbeat (DESIGN section 5); SLO changes must be in force within a second
 REPORT_S = 1.0
 CALL_TIMEOUT_S = 5.0  # an answer that takes longer is of no use to a report each second
+
+
+_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, *CLIENT_OPTIONS)
 
 
 class ControlClient:
@@ -51,7 +57,7 @@ class ControlClient:
         told = False  # one line per outage
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
                     stub = control_pb2_grpc.ControlStub(channel)
                     async for state in stub.Watch(control_pb2.WatchRequest(router_id=self._router_id)):
                         told = False
@@ -66,7 +72,7 @@ class ControlClient:
             await asyncio.sleep(RETRY_S)
 
     async def _report(self) -> None:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             while True:
                 try:

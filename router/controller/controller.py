@@ -1,8 +1,9 @@
 """What the controller knows and does, between its two doors (Control over gRPC, admin over HTTP) and the workers.
 
-Owns the Fleet, one Session to each announced worker (the only way it learns of a death), the SLO revision in force and the
-routers' last reports. Every change wakes all `watch()` streams, which send the whole newest state: a slow router skips
-versions, it never queues them. Knows nothing of Ray. Runs on the event loop; the SLO store's disk runs beside it.
+Owns the Fleet (which outlives this process in a file), one Session to each announced worker (the only way it learns of a
+death), the SLO revision in force and the routers' last reports. Every change wakes all `watch()` streams, which send the whole
+newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks run
+beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
 from router.controller.fleet_state import Announcement, Fleet, Member
+from router.controller.fleet_store import FleetStore, SavedFleet
 from router.controller.slo_store import Revision, SLOStore
 from router.events import Inbox, SequenceEvent, SequenceRefused
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -41,8 +43,10 @@ class HeardReport:
 class Controller:
     """Create it inside a running event loop."""
 
-    def __init__(self, config: ControllerConfig, store: SLOStore) -> None:
-        self.fleet = Fleet()
+    def __init__(self, config: ControllerConfig, store: SLOStore, fleets: FleetStore | None = None) -> None:
+        """`fleets`: where the fleet outlives this process; what it holds is taken over."""
+        saved = fleets.load() if fleets else SavedFleet()
+        self.fleet = Fleet(saved.members, saved.replaced_epochs)
         self.slo: Revision = store.current()
         self._store = store
         self._identity = SessionIdentity("controller", new_router_epoch())
@@ -52,8 +56,15 @@ class Controller:
         self._reports: dict[str, HeardReport] = {}
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
+        self._saving = asyncio.create_task(self._save_changes(fleets), name="save fleet") if fleets else None
+        for member in saved.members:
+            if member.address:
+                self._open_session(member)
 
     async def close(self) -> None:
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
         await asyncio.gather(*(session.close("the controller stops") for session in self._sessions.values()))
         await asyncio.gather(*self._closing)
 
@@ -205,7 +216,7 @@ class Controller:
         return list(self._reports.values())
 
     def verdicts(self) -> dict[str, control_pb2.ClassVerdicts]:
-        """Totals per class over all routers since this controller started."""
+        """Totals per class over all routers heard of since this controller started; each reports those of its life."""
         totals: dict[str, control_pb2.ClassVerdicts] = {}
         _add_verdicts(totals, self._retired.values())
         for heard in self._reports.values():
@@ -218,6 +229,17 @@ class Controller:
             slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.classes]),
             fleet_version=self.fleet.version,
         )
+
+    async def _save_changes(self, fleets: FleetStore) -> None:
+        saved_version = 0
+        while True:
+            changed = self._changed
+            if self.fleet.version != saved_version:
+                saved_version = self.fleet.version
+                fleet = SavedFleet(self.fleet.members(), self.fleet.replaced_epochs)
+                await asyncio.to_thread(fleets.save, fleet)
+            else:
+                await changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

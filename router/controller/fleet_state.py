@@ -11,6 +11,7 @@ draining) outlives a restart. `version` grows with every change that routers mus
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from baton.errors import NotFound, PeerRefused
@@ -52,10 +53,16 @@ class Announcement:
 class Fleet:
     """All members by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Iterable[Member] = (), replaced_epochs: Iterable[tuple[str, int]] = ()) -> None:
+        """With what an earlier controller knew."""
         self.version = 0
-        self._members: dict[str, Member] = {}
-        self._replaced_epochs: set[tuple[str, int]] = set()
+        self._members: dict[str, Member] = {member.worker_id: member for member in members}
+        self._replaced_epochs: set[tuple[str, int]] = set(replaced_epochs)
+
+    @property
+    def replaced_epochs(self) -> frozenset[tuple[str, int]]:
+        """(worker_id, epoch) of processes that may not come back."""
+        return frozenset(self._replaced_epochs)
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members[key] for key in sorted(self._members))

@@ -2,7 +2,8 @@
 
     1. open the SLO store, serve Control (gRPC) and the admin endpoint (HTTP)
     2. print one JSON line: {"pid", "control_address", "admin_port"}; log lines go to stderr
-    3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is
+    3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
+       A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
 A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
 """
@@ -29,6 +30,7 @@ import uvicorn
 from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
 from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError
+from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.request import Role
 from baton.v1 import control_pb2_grpc
@@ -37,6 +39,7 @@ from router.controller.admin_api import make_app
 from router.controller.control_service import ControlService
 from router.controller.controller import Controller
 from router.controller.fleet_state import FAILED
+from router.controller.fleet_store import FleetStore
 from router.controller.pools import Placement, RayPools
 from router.controller.slo_store import SQLiteSLOStore
 
@@ -45,6 +48,7 @@ log = get_log("controller.main")
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 _REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
 LOGS_DIR = "logs"  # in the run folder
+FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 SLO_FILE = "slo.sqlite"  # in the run folder, unless controller.slo_store says otherwise
 
 
@@ -67,9 +71,9 @@ async def _serve(cluster: ClusterConfig) -> None:
     config = cluster.controller
     run_dir = Path(config.run_dir)
     store = await asyncio.to_thread(SQLiteSLOStore, Path(config.slo_store or run_dir / SLO_FILE), time.time)
-    controller = Controller(config, store)
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE))
     # A taken port is an error, not a second listener, unless it is held for this process.
-    control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports))])
+    control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
     control_address = f"{config.host}:{_bind_control(control, config.host, config.control_port)}"
     fleet = _RayFleet(controller, cluster, control_address)
@@ -133,10 +137,14 @@ class _RayFleet:
             self._controller.start_failed(worker.worker_id, epoch, error.message)
 
     async def revive(self) -> None:
-        """For ever: ask again for lost workers. Ray restarts killed ones itself, but gives up where a restart raised."""
+        """For ever: ask again for lost workers, or for Ray where that was away. Ray restarts killed workers itself, but gives
+        up where a restart raised."""
         while True:
             await asyncio.sleep(_REVIVE_S)
-            if pools := self._pools:
+            if self._pools is None:
+                await self.start()
+            else:
+                pools = self._pools
                 lost = {m.worker_id for m in self._controller.fleet.members() if m.state == FAILED}
                 await asyncio.gather(*(self._start_one(pools, w) for w in self._workers if w.worker_id in lost))
 

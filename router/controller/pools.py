@@ -38,17 +38,25 @@ class Placement:
 
 
 class RayPools:
-    """Connects as Ray's one driver. Create it off the main thread: ray.init takes over SIGTERM there."""
+    """Connects as Ray's one driver. Create it off the main thread: ray.init takes over SIGTERM there.
+
+    Raises:
+        ConnectionError: Ray is away.
+    """
 
     def __init__(self, ray_address: str, placement: Placement) -> None:
         self._placement = placement
-        ray.init(
-            address=ray_address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
+        try:
+            ray.init(
+                address=ray_address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        except ConnectionError:
+            ray.shutdown()
+            raise
 
     def check_fits(self, num_workers: int) -> None:
         """Compare what the workers need with what Ray has, before asking it to wait for the impossible.
@@ -82,7 +90,7 @@ class RayPools:
             ) from None
         except RayActorError as error:
             raise WorkerLost(f"{config.worker_id} did not start: {_cause(error)}") from error
-        except RayError as error:
+        except (RayError, ConnectionError) as error:
             raise WorkerLost(f"Ray could not start {config.worker_id}: {_cause(error)}") from error
 
     def kill(self, worker_id: str) -> None:
@@ -120,7 +128,7 @@ class RayPools:
         return f"{worker_id} did not serve within {waited}; see its log, or raise controller.worker_start_timeout_s"
 
 
-def _cause(error: RayError) -> str:
+def _cause(error: Exception) -> str:
     """The last line of Ray's message, which ends with the exception that the actor raised; of ours, its words alone."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].removeprefix(_CONFIG_ERROR) if lines else type(error).__name__
