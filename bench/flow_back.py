@@ -21,9 +21,10 @@ from pathlib import Path
 from baton.kv_layout import DEFAULT_BLOCK_SIZE
 from baton.request import Role
 from router.flow_back import Decision, Pull, best, options
-from router.placement import Choice, Demand, LinkView, WorkerSnapshot, place
+from router.placement import Choice, Demand, place
 from router.prefix_index import PrefixRoot
 from router.rates import DEFAULT_KV_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S
+from router.worker_table import LinkView, WorkerSnapshot, table_of
 
 TRACE_BLOCK_TOKENS = 64  # of the agentic trace
 SESSION_GAP_S = 300.0  # some 25 sessions overlap, about as many as the pools of PROFILES hold
@@ -129,11 +130,11 @@ class Replay:
     def serve(self, turn: Turn) -> None:
         demand = Demand(turn.prompt_tokens, turn.prompt_tokens + turn.output_tokens)
         workers = self._snapshots(turn)
-        choice = place(workers, demand)
+        choice = place(table_of(workers), demand)
         assert isinstance(choice, Choice), choice
         by_id = {worker.worker_id: worker for worker in workers}
         prefill, decode = by_id[choice.prefill], by_id[choice.decode]
-        holders = [worker for worker in workers if worker.decodes and worker.cached_tokens]
+        holders = [worker for worker in workers if worker.decodes and worker.root == prefill.root]
         decision = self._policy(options(turn.prompt_tokens, prefill, holders))
         source = by_id[decision.worker_id] if isinstance(decision, Pull) else prefill
         self._count(turn, decision, turn.prompt_tokens - source.cached_tokens, decode.cached_tokens)

@@ -43,6 +43,13 @@ class Cluster:
     def load(self, worker_id: str) -> worker_pb2.Load:
         return self.view(worker_id).load
 
+    async def slow_down(self, worker_id: str, tokens_per_s: float) -> None:
+        """Let the router believe that this worker computes so fast."""
+        fleet, endpoint = self.front_end.fleet, self.endpoint(worker_id)
+        fleet.peers_like(self.view(worker_id).opened.fingerprint, endpoint.shape).speed.tokens_per_s = tokens_per_s
+        endpoint.rates.prefill_tokens_per_s = tokens_per_s
+        await until(lambda: fleet.table.prefill_tokens_per_s[endpoint.row] == tokens_per_s, "the next heartbeat")
+
     def num_cached(self, worker_id: str) -> int:
         return len(self.view(worker_id).prefixes)
 
@@ -110,7 +117,7 @@ async def test_turn_two_prefills_its_message_and_pulls_the_answer_of_turn_one(mo
         before = pd.load("prefill-0").prompt_tokens_computed, pd.load("decode-1").kv_bytes_sent
         assert before == (len(PROMPT), 0)
         # The model is so tiny that computing 200 tokens may be quicker than any pull: let it be as slow as a real one.
-        pd.view("prefill-0").rates.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
+        await pd.slow_down("prefill-0", DEFAULT_PREFILL_TOKENS_PER_S)
         prompt = [*text, *MESSAGE]
         said, done = await pd.generate(prompt, 20)
         await pd.idle()
