@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.slo import SLO
-from router.admission_next import Admission, Bounds, Reason, Turn
+from router.admission import Admission, Bounds, Reason, Turn
 from router.capacity import WorkerLoad
 from router.tenants import Tenant
 from router.turns import OBSERVE_S, PUMP_S

@@ -1,38 +1,404 @@
-"""Whether a call may enter: a bounded number in flight, and an honest hint when to try again. Pure.
+"""Whether a call may enter, when its turn comes, and when trying again helps. Pure: instants and WorkerLoads in, plans out.
 
-With M calls in flight that last T seconds on average, one leaves every T / M seconds (Little's law); that is the earliest
-moment at which trying again can help. Classes and forecasts join here with the SLO control loop.
+    1 arrives    shed at once where a bound is full or the forecast misses its target or deadline      -> 2, or gone
+    2 waits      here, not in the workers' queues, so that the order can still change (router/fair_queue.py);
+                 shed as soon as it can no longer make it, or to make room for a tenant that takes less  -> 3, or gone
+    3 released   a prefill lane is free within `window_s` and a decode seat under its TPOT target        -> 4
+    4 began      its first token came: the lane has moved on                                           -> gone when it ends
+
+Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
+prefill. Rates are the workers' measured ones, corrected by the pace at which released prompts really come out. A call is taken
+where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its target can be served by
+nobody better: it is taken where it need not wait, in slack that nobody else uses. Nothing learned here can shut the door for
+good: where nobody waits and a lane is free, only a deadline turns a call away.
+
+A retry hint is an appointment: the moment at which the queue of now is short enough, behind the tenant's calls that were given
+an appointment before.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from router.capacity import Lanes, Seats, WorkerLoad
+from router.fair_queue import FairQueue, Waiting
+from router.tenants import Tenant
+
 MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
+MAX_RETRY_AFTER_S = 60.0  # of an appointment: nobody knows the load of the minute after
 FIRST_GUESS_S = 5.0  # of a call's length before any has ended: 50 tokens at the interactive class's 100 ms
-SMOOTHING = 0.1  # of the exponential mean: about the last 20 calls
+SMOOTHING = 0.1  # of exponential means: about the last 20 calls
+MARGIN = 0.8  # of the spare time that a forecast wait may use; the rest is for its error. measured: docs/overload.md
+PACE_S = 5.0  # of lanes' busy time, in which what was learned of their pace fades
+PACE_BOUNDS = (0.1, 10.0)  # of real to reported rate: beyond them one of the two is a fault, not a measurement
+SWEEP_S = 0.05  # how often the queue is searched for calls that can no longer make it: half of the 100 ms of case O1
+CREDIT_S = 5.0  # of its share that a tenant may have left unused and take later. measured: docs/overload.md
+OUTPUT_WEIGHT = 2.0  # of an output token against a prompt token; VTC section 5, after common prices
+
+
+class Reason(enum.StrEnum):
+    """Why a call was shed; a metric's label."""
+
+    INFLIGHT = "inflight"  # max_inflight
+    QUEUE_FULL = "queue_full"
+    TTFT = "ttft"  # its target cannot be met any more
+    TPOT = "tpot"  # likewise
+    DEADLINE = "deadline"
+    DISPLACED = "displaced"  # by a call of a tenant that takes less, or of a higher priority
 
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    reason: str
-    retry_after_s: float
+    reason: Reason
+    message: str
+    retry_after_s: float  # 0 = trying again does not help
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Hard ones. Defaults and their sources: baton/config.py."""
+
+    max_inflight: int  # sequences, queued ones too
+    max_queued: int  # calls
+    max_queued_tokens: int
+    window_s: float  # of work that a lane may have before it is given more
+    by_forecast: bool = True  # False: only bounds and deadlines turn calls away
+
+
+@dataclass(slots=True, eq=False)
+class Turn(Waiting):
+    """One call on its way through. `since_s` is its arrival at the router."""
+
+    slo_class: str
+    ttft_s: float  # targets
+    tpot_s: float
+    class_tpot_s: float  # its class's own, which protects it while it runs
+    deadline_s: float
+    num_seqs: int
+    prompt_tokens: int
+    max_tokens: int  # of output, each
+    min_tokens: int = 0
+    was_accepted: bool = False  # by a router before: it goes on, whatever the forecast
+    worker: str = ""  # whom it was given to prefill
+    latest_s: float = math.inf  # by when it must be released, or else misses
+    misses: Reason = Reason.DEADLINE
+    released_s: float | None = None
+    began_s: float | None = None
+    num_output: int = 0  # tokens that its tenant was charged
+    is_gone: bool = False
+
+
 class Admission:
-    """Counts nothing itself: the caller says how many are in flight."""
+    """One router's. `observe` tells it of the fleet, every other method of one call."""
 
-    max_inflight: int
-    mean_call_s: float = FIRST_GUESS_S
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.queue: FairQueue[Turn] = FairQueue()
+        self.num_seqs = 0  # inside: queued, released, running
+        self.mean_call_s = FIRST_GUESS_S
+        self.pace = 1.0  # real rate of prompts by the reported one
+        self._pace_sums = (0.0, 0.0)  # lane seconds as reported rates say, as they were
+        self._overhead_s = 0.0  # of a prompt on an idle lane, beyond computing it
+        self._released: dict[int, Turn] = {}  # by id(), without a first token yet, in order
+        self._began_s: dict[str, float] = {}  # by worker: when its last first token came
+        self._rates: dict[str, float] = {}  # by prefill worker, as reported
+        self._lanes = Lanes()
+        self._decodes: list[WorkerLoad] = []
+        self._num_decoding = 0
+        self._seats: dict[float, Seats] = {}  # by TPOT target; since the last `observe`
+        self._num_taken = 0  # seats, likewise
+        self._targets: Counter[float] = Counter()  # TPOT targets of the classes that run, in sequences
+        self._step_s = 0.0  # of an average decode worker; 0 = not known
+        self._outputs: dict[str, float] = {}  # by class: mean output tokens of a sequence
+        self._seq_tokens = 0.0  # that a sequence comes to hold, on average
+        self._mean_stream_s = FIRST_GUESS_S
+        self._appointments: dict[str, float] = {}  # by tenant: when the last one given is over
+        self._displaced: list[tuple[Turn, Shed]] = []
+        self._next_sweep_s = 0.0
 
-    def decide(self, num_inflight: int) -> Shed | None:
-        """None = admit."""
-        if num_inflight < self.max_inflight:
+    @property
+    def has_news(self) -> bool:
+        """Whether `due` may have something to say."""
+        return bool(self.queue or self._displaced)
+
+    # -- the fleet ---------------------------------------------------------------------------------------------------
+
+    def observe(self, workers: Iterable[WorkerLoad], now_s: float) -> None:
+        """Take over what the ready workers say."""
+        loads = list(workers)
+        prefills = [load for load in loads if load.prefills]
+        measured = [load.tokens_per_s for load in prefills if math.isfinite(load.tokens_per_s)]
+        typical = sum(measured) / len(measured) if measured else math.inf
+        self._rates = {p.worker_id: p.tokens_per_s if math.isfinite(p.tokens_per_s) else typical for p in prefills}
+        ours = self._given(now_s)
+        lanes = []
+        for load in prefills:
+            rate = self.pace * self._rates[load.worker_id]
+            free_s, num_tokens = ours.get(load.worker_id, (now_s, 0.0))
+            lanes.append((free_s + max(0.0, load.waiting_tokens - num_tokens) / rate, rate))
+        self._lanes = Lanes(lanes)
+        for turn in self._released.values():
+            if lanes and turn.worker not in self._rates:
+                self._lanes.add(turn.tokens, now_s)
+        self._decodes = [load for load in loads if load.decodes]
+        self._step_s = sum(load.step_s for load in self._decodes) / max(1, len(self._decodes))
+        self._num_decoding = sum(load.num_seqs for load in self._decodes)
+        self._seats, self._num_taken = {}, 0
+
+    def _given(self, now_s: float) -> dict[str, tuple[float, float]]:
+        """By worker: when it is done with what this router gave it, one after the other since it could begin, and how many
+        tokens that is."""
+        given: dict[str, tuple[float, float]] = {}
+        for turn in self._released.values():
+            rate = self.pace * self._rates.get(turn.worker, 0.0)
+            if rate and turn.released_s is not None:
+                if turn.worker in given:
+                    free_s, num_tokens = given[turn.worker]
+                else:
+                    began_s = max(turn.released_s, self._began_s.get(turn.worker, 0.0))
+                    free_s, num_tokens = max(began_s, now_s - turn.tokens / rate), 0.0
+                given[turn.worker] = (free_s + turn.tokens / rate, num_tokens + turn.tokens)
+        return given
+
+    def _seats_for(self, target_s: float) -> Seats:
+        """Under this TPOT target and those of the classes that run."""
+        target_s = min(target_s, *self._targets) if self._targets else target_s
+        seats = self._seats.get(target_s)
+        if seats is None:
+            seats = self._seats[target_s] = Seats(self._decodes, target_s, max(1.0, self._seq_tokens))
+            if not seats.is_feasible:  # by nobody: no reason to wait
+                seats = self._seats[target_s] = Seats(self._decodes, math.inf, max(1.0, self._seq_tokens))
+            seats.take(self._num_taken)
+        return seats
+
+    def _expected_output(self, turn: Turn) -> float:
+        """Tokens of one sequence; the least possible where the class has no history."""
+        return min(turn.max_tokens, max(1, turn.min_tokens, self._outputs.get(turn.slo_class, 0.0)))
+
+    # -- 1: arrives --------------------------------------------------------------------------------------------------
+
+    def arrive(self, turn: Turn, now_s: float) -> Shed | None:
+        """Take a call in (it waits, or is released if `released_s` says so) or shed it. Call `due` afterwards."""
+        turn.latest_s = turn.deadline_s
+        if turn.was_accepted:
+            self.num_seqs += turn.num_seqs
+            self.queue.pass_by(turn, self._credit(turn.tenant))
+            self._release(turn, now_s)
             return None
-        retry_after_s = max(MIN_RETRY_AFTER_S, self.mean_call_s / self.max_inflight)
-        return Shed(f"{num_inflight} calls are in flight; the limit is {self.max_inflight}", retry_after_s)
+        if len(self._lanes) and (shed := self._forecast(turn, now_s)):
+            return shed
+        if not self._has_room(turn) and (shed := self._make_room(turn, now_s)):
+            return shed
+        if not self.queue and (shed := self._too_slow(turn, now_s)):
+            return shed
+        self.num_seqs += turn.num_seqs
+        credit = self._credit(turn.tenant)
+        if not self.queue and self._fits(turn, now_s):
+            self.queue.pass_by(turn, credit)
+            self._release(turn, now_s)
+        else:
+            self.queue.push(turn, credit)
+        return None
 
-    def observe(self, call_s: float) -> None:
-        """A call ended that lasted `call_s`."""
-        self.mean_call_s += SMOOTHING * (call_s - self.mean_call_s)
+    def _forecast(self, turn: Turn, now_s: float) -> Shed | None:
+        """Judge the time it would take; sets `latest_s`."""
+        wait_s = self._wait_s(turn, now_s)
+        own_s = self._overhead_s + self._lanes.own_s(turn.tokens)
+        left_s = turn.deadline_s - now_s - own_s - (self._expected_output(turn) - 1) * self._step_s
+        allowed_s = math.inf
+        turn.latest_s = turn.deadline_s - own_s
+        if self.bounds.by_forecast:
+            spare_s = turn.since_s + turn.ttft_s - now_s - own_s
+            allowed_s = max(self.bounds.window_s, MARGIN * spare_s)
+            if 0 < spare_s < turn.latest_s - now_s:
+                turn.latest_s, turn.misses = now_s + spare_s, Reason.TTFT
+        if wait_s > left_s:
+            message = f"the call has {turn.deadline_s - now_s:.3g} s left; the forecast is {wait_s - left_s:.3g} s more"
+            retry_after_s = self._appointment(turn, wait_s - left_s, now_s) if left_s > 0 else 0.0
+            return Shed(Reason.DEADLINE, message, retry_after_s)
+        if wait_s > allowed_s:
+            message = f"the wait would be {wait_s:.3g} s; for its TTFT target the limit is {allowed_s:.3g} s"
+            return Shed(Reason.TTFT, message, self._appointment(turn, wait_s - allowed_s, now_s))
+        return None
+
+    def _wait_s(self, turn: Turn, now_s: float) -> float:
+        """Until a lane is free for it behind whoever is ahead, and a seat."""
+        queue = self.queue
+        ahead = queue.ahead(turn.tenant, turn.band, self._credit(turn.tenant)) if queue else 0.0
+        lane_s = self._lanes.start_s(ahead, now_s) - now_s
+        if not self._decodes:
+            return lane_s
+        num_lacking: float = turn.num_seqs - self._seats_for(turn.class_tpot_s).num_free
+        if queue:
+            num_lacking += len(queue) * min(1.0, ahead / max(1.0, queue.tokens))
+        if num_lacking <= 0:
+            return lane_s
+        return max(lane_s, num_lacking * self._seat_s())
+
+    def _has_room(self, turn: Turn) -> bool:
+        bounds, queue = self.bounds, self.queue
+        fits_queue = len(queue) < bounds.max_queued and queue.tokens + turn.tokens <= bounds.max_queued_tokens
+        return self.num_seqs + turn.num_seqs <= bounds.max_inflight and (fits_queue or not queue)
+
+    def _make_room(self, turn: Turn, now_s: float) -> Shed | None:
+        """Turn others away for it, newest first, or say why not."""
+        while not self._has_room(turn):
+            other = self.queue.to_displace(turn.tenant, turn.band)
+            if other is None:
+                return self._full(turn, now_s)
+            self.leave(other, now_s)
+            message = "its place in the queue went to a tenant that takes less, or to a higher priority"
+            retry_after_s = self._appointment(other, self.queue.tokens / self._rate(), now_s)
+            self._displaced.append((other, Shed(Reason.DISPLACED, message, retry_after_s)))
+        return None
+
+    def _full(self, turn: Turn, now_s: float) -> Shed:
+        bounds = self.bounds
+        if self.num_seqs + turn.num_seqs > bounds.max_inflight:
+            message = f"{self.num_seqs} sequences are in flight; the limit is {bounds.max_inflight}"
+            # With M in flight that last T on average one leaves every T / M (Little's law): the earliest time that helps.
+            return Shed(
+                Reason.INFLIGHT, message, max(MIN_RETRY_AFTER_S, turn.num_seqs * self.mean_call_s / bounds.max_inflight)
+            )
+        message = (
+            f"{len(self.queue)} calls with {self.queue.tokens:.0f} prompt tokens wait; the limits are {bounds.max_queued} "
+            f"and {bounds.max_queued_tokens}"
+        )
+        return Shed(Reason.QUEUE_FULL, message, self._appointment(turn, turn.tokens / self._rate(), now_s))
+
+    def _rate(self) -> float:
+        return self._lanes.tokens_per_s or math.inf
+
+    def _share(self, tenant: Tenant) -> float:
+        """Of the fleet, that is due to a tenant among those that wait."""
+        return tenant.weight / self.queue.weight_with(tenant)
+
+    def _credit(self, tenant: Tenant) -> float:
+        """In tokens by weight."""
+        rate = self._lanes.tokens_per_s
+        return CREDIT_S * rate * self._share(tenant) / tenant.weight if math.isfinite(rate) else 0.0
+
+    def _appointment(self, turn: Turn, excess_s: float, now_s: float) -> float:
+        """When to come back; the next one of this tenant is told a later time."""
+        name = turn.tenant.name
+        until_s = max(self._appointments.get(name, 0.0), now_s + excess_s)
+        retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, until_s - now_s))
+        until_s += turn.tokens / (self._rate() * self._share(turn.tenant))
+        self._appointments[name] = min(until_s, now_s + MAX_RETRY_AFTER_S)
+        return retry_after_s
+
+    # -- 2 -> 3 ------------------------------------------------------------------------------------------------------
+
+    def due(self, now_s: float) -> tuple[list[Turn], list[tuple[Turn, Shed]]]:
+        """Whose turn has come (`released_s` is set), and who waits in vain."""
+        shed, self._displaced = self._displaced, []
+        if self.queue and now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            late = [turn for turn in self.queue.calls if now_s > turn.latest_s]
+            shed += [(turn, self._too_late(turn, now_s)) for turn in late]
+        released: list[Turn] = []
+        while (turn := self.queue.head(now_s)) is not None:
+            if now_s > turn.latest_s:
+                shed.append((turn, self._too_late(turn, now_s)))
+            elif slow := self._too_slow(turn, now_s):
+                self.leave(turn, now_s)
+                shed.append((turn, slow))
+            elif self._fits(turn, now_s):
+                self.queue.take(turn)
+                self._release(turn, now_s)
+                released.append(turn)
+            else:
+                break
+        return released, shed
+
+    def _fits(self, turn: Turn, now_s: float) -> bool:
+        """Whether a lane and a seat are there. Where no worker of a kind is ready, placement waits for one, or says why not."""
+        if not len(self._lanes) or not self._decodes:
+            return True
+        if self._lanes.free_s > now_s + self.bounds.window_s:
+            return False
+        return self._seats_for(turn.class_tpot_s).num_free >= 1  # of n answers the others may wait for theirs
+
+    def _too_slow(self, turn: Turn, now_s: float) -> Shed | None:
+        """A call that wants quicker tokens than its class is not waited for where its turn has come: others could go."""
+        if turn.tpot_s >= turn.class_tpot_s or not self._decodes or self._seats_for(turn.tpot_s).num_free >= 1:
+            return None
+        message = f"tokens come each {1e3 * self._step_s:.3g} ms now; its TPOT target is {1e3 * turn.tpot_s:.3g} ms"
+        return Shed(Reason.TPOT, message, self._appointment(turn, self._seat_s(), now_s))
+
+    def _seat_s(self) -> float:
+        """Until one more sequence ends."""
+        return self._mean_stream_s / max(1, self._num_decoding)
+
+    def _release(self, turn: Turn, now_s: float) -> None:
+        turn.released_s = now_s
+        self._released[id(turn)] = turn
+        self._targets[turn.class_tpot_s] += turn.num_seqs
+        if len(self._lanes):
+            self._lanes.add(turn.tokens, now_s)
+        self._num_taken += turn.num_seqs
+        for seats in self._seats.values():
+            seats.take(turn.num_seqs)
+
+    def _too_late(self, turn: Turn, now_s: float) -> Shed:
+        self.leave(turn, now_s)
+        what = "deadline" if turn.misses is Reason.DEADLINE else "TTFT target"
+        message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {what}"
+        return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))
+
+    # -- 4 and gone --------------------------------------------------------------------------------------------------
+
+    def began(self, turn: Turn, now_s: float) -> None:
+        """Its first token came."""
+        if self._released.pop(id(turn), None) is None or turn.released_s is None:
+            return
+        turn.began_s = now_s
+        before_s = self._began_s.get(turn.worker, 0.0)
+        self._began_s[turn.worker] = now_s
+        rate = self._rates.get(turn.worker, math.inf)
+        if math.isfinite(rate):
+            self._learn_pace(turn.tokens / rate, now_s - max(turn.released_s, before_s), before_s > turn.released_s)
+
+    def _learn_pace(self, nominal_s: float, real_s: float, was_queued: bool) -> None:
+        """A prompt that came out right behind another one shows the lane's pace; one on an idle lane what it costs besides."""
+        if not was_queued:
+            self._overhead_s += SMOOTHING * (max(0.0, real_s - nominal_s / self.pace) - self._overhead_s)
+            return
+        fade = math.exp(-real_s / PACE_S)
+        nominal, real = self._pace_sums
+        self._pace_sums = nominal, real = fade * nominal + nominal_s, fade * real + real_s
+        # As reported until a fade's worth of seconds says otherwise.
+        low, high = PACE_BOUNDS
+        self.pace = min(high, max(low, (nominal + PACE_S / 10) / (real + PACE_S / 10)))
+
+    def charge(self, turn: Turn, num_output: int) -> None:
+        """Its sequences have made so many tokens by now."""
+        if num_output > turn.num_output:
+            self.queue.charge(turn.tenant, OUTPUT_WEIGHT * (num_output - turn.num_output))
+            turn.num_output = num_output
+
+    def leave(self, turn: Turn, now_s: float) -> None:
+        """It is over, in whatever state it was; saying so again changes nothing."""
+        if turn.is_gone:
+            return
+        turn.is_gone = True
+        self.num_seqs -= turn.num_seqs
+        if turn.released_s is None:
+            self.queue.remove(turn)
+            return
+        self._released.pop(id(turn), None)
+        self._targets[turn.class_tpot_s] -= turn.num_seqs
+        if not self._targets[turn.class_tpot_s]:
+            del self._targets[turn.class_tpot_s]
+        self.mean_call_s += SMOOTHING * (now_s - turn.since_s - self.mean_call_s)
+        if turn.began_s is not None:
+            self._mean_stream_s += SMOOTHING * (now_s - turn.began_s - self._mean_stream_s)
+            num_output = turn.num_output / turn.num_seqs
+            mean = self._outputs.setdefault(turn.slo_class, num_output)
+            self._outputs[turn.slo_class] = mean + SMOOTHING * (num_output - mean)
+            seq_tokens = turn.prompt_tokens + num_output
+            self._seq_tokens += (SMOOTHING if self._seq_tokens else 1.0) * (seq_tokens - self._seq_tokens)

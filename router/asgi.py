@@ -28,6 +28,7 @@ READ_S = 35.0
 
 _TYPES = {
     "invalid_request": "invalid_request_error",
+    "unauthenticated": "authentication_error",
     "not_found": "invalid_request_error",
     "overloaded": "rate_limit_error",
 }

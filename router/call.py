@@ -15,27 +15,32 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.slo import SLO
 from baton.timings import Timings
-from router.admission import MIN_RETRY_AFTER_S, Admission
+from router.admission import MIN_RETRY_AFTER_S, Turn
 from router.call_events import Audience, CallDone, CallEvent, ChoiceSink, Outbox, PieceSink, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.fleet import Fleet
-from router.handoff import SequenceJob, SequenceReport, TokenSink, serve_sequence
+from router.handoff import SequenceJob, SequenceReport, Sequences
+from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
+from router.resume import ResumableCalls, Resumed, replay, resumption
+from router.retry_budget import RetryBudget
 from router.slo_watch import SloWatch
+from router.tenants import Tenant
 from router.tokenizer import Tokenizer
+from router.turns import Place, Turns
 from router.validate import Limits, check, resolve
 
 log = get_log("router.call")
@@ -55,17 +60,28 @@ class Call:
     """An answer being made; hear it once, by `tell` or by iterating."""
 
     def __init__(
-        self, spec: CallSpec, request: Request, deadline_s: float, arrival_s: float, serve: Serve, backlog_bytes: int
+        self,
+        spec: CallSpec,
+        request: Request,
+        deadline_s: float,
+        arrival_s: float,
+        serve: Serve,
+        place: Place,
+        backlog_bytes: int,
+        resumed: Resumed | None = None,
     ) -> None:
         self.spec = spec
         self.request = request  # of choice 0, without a seq
         self.request_id = request.request_id
         self.prompt_tokens = len(request.token_ids)
         self.reports = [SequenceReport() for _ in range(spec.sampling.n or 1)]
+        self.place = place
         self.deadline_s = deadline_s
         self.arrival_s = arrival_s
         self.finished = False
         self.stuck = False  # its reader was interrupted
+        self.resumed = resumed  # None: a new call
+        self.told = asyncio.Event()  # nobody serves it any more
         self.leader_began = asyncio.Event()  # choice 0 has a token: its prefill worker has the prompt in its cache
         self._serve = serve
         self._teller: asyncio.Task[object] | None = None
@@ -96,6 +112,7 @@ class Call:
             raise self._failure from None
         finally:
             self._teller = None
+            self.told.set()
         self.finished = True
         return CallDone(self.usage(), self.timings())
 
@@ -169,8 +186,8 @@ class Call:
 
     def timings(self) -> Timings:
         first = self.reports[0]
-        started = [report.first_token_s for report in self.reports if report.num_tokens]
-        handed_over = first.prefill_worker != first.decode_worker and first.num_tokens > 1
+        started = [report.first_token_s for report in self.reports if report.first_token_s]
+        handed_over = first.prefill_worker != first.decode_worker and first.second_token_s > 0
         return Timings(
             queue_ms=max(0.0, (first.submitted_s - self.arrival_s) * 1e3) + first.stats.queue_ms,
             prefill_ms=first.stats.prefill_ms,
@@ -204,8 +221,11 @@ class Calls:
         self._fleet = fleet
         self._slo_watch = slo_watch
         self._ledger = Ledger(slo_watch, metrics)
-        self._admission = Admission(config.max_inflight)
-        self._seqs = seq_counter(router_epoch)
+        self._turns = Turns(config, fleet, metrics.admission)
+        self.keys = KeyFile(config.api_keys_file)
+        budget = RetryBudget(config.max_inflight)
+        self._sequences = Sequences(fleet, seq_counter(router_epoch), budget, config.max_retries)
+        self.resumable = ResumableCalls(fleet)
         self._running: set[Call] = set()
         self._stopping = False
         self._num_inflight = 0
@@ -220,11 +240,16 @@ class Calls:
     def table(self) -> TokenTable:
         return self._tokenizer.table
 
-    def abort(self, request_id: str) -> int:
-        """End the calls that carry this label; returns how many."""
-        named = [call for call in self._running if call.request_id == request_id]
+    def tenant(self, fields: Mapping[str, str]) -> Tenant:
+        """Who sends these HTTP headers, or gRPC metadata. Raises: Unauthenticated."""
+        return self.keys.ring.tenant(fields)
+
+    def abort(self, tenant: Tenant, request_id: str) -> int:
+        """End the tenant's calls that carry this label; returns how many."""
+        named = [call for call in self._running if call.request_id == request_id and call.spec.tenant == tenant]
         for call in named:
             call.fail(Cancelled("the call was aborted"))
+        self.resumable.forget(tenant.name, request_id)
         return len(named)
 
     def unready_reason(self) -> str:
@@ -250,8 +275,12 @@ class Calls:
         self._ledger.refused(api, error.code, None)
 
     @asynccontextmanager
-    async def open(self, spec: CallSpec, arrival_s: float) -> AsyncIterator[Call]:
+    async def open(
+        self, spec: CallSpec, arrival_s: float, resumed: Resumed | None = None
+    ) -> AsyncIterator[Call]:  # fmt: skip
         """Check, admit, tokenise and start a call. `arrival_s` (monotonic) is when its first byte came.
+
+        `resumed`: go on with a call that was checked and tokenised before; `spec` is its own.
 
         Raises:
             BatonError: it was refused; or, from the iteration, it failed.
@@ -259,14 +288,16 @@ class Calls:
         outcome = "finished"
         call: Call | None = None
         slo: SLO | None = None
+        place: Place | None = None
         self._num_inflight += 1
         self._idle.clear()
         try:
-            check(spec, self._limits)
+            if resumed is None:
+                check(spec, self._limits)
             slo = self._slo_watch.targets(spec.labels)
-            self._admit()
+            place = self._admit(spec, slo)
             deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)
-            call = await self._start(spec, slo, arrival_s, deadline_s)
+            call = await self._start(spec, slo, place, arrival_s, deadline_s, resumed)
             try:
                 yield call
             except asyncio.CancelledError:
@@ -276,6 +307,8 @@ class Calls:
                 raise ClientStuck("the client does not read its answer, or too slowly") from None
             finally:
                 self._running.discard(call)
+                if call.request.resumption is not None:
+                    self.resumable.discard(call.request.resumption.key, call)
                 await call.close()
             if not call.finished:
                 outcome = "cancelled"
@@ -283,6 +316,8 @@ class Calls:
             outcome = _outcome(error, call)
             raise
         finally:
+            if place is not None:
+                place.close()
             self._num_inflight -= 1
             if not self._num_inflight:
                 self._idle.set()
@@ -292,30 +327,62 @@ class Calls:
         if call is None or slo is None:
             self._ledger.refused(spec.api, outcome, slo)
         else:
-            self._admission.observe(call_s)
             self._ledger.ended(call, slo, outcome, call_s)
 
-    def _admit(self) -> None:
+    def _admit(self, spec: CallSpec, slo: SLO) -> Place:
+        """What can be said before the prompt is tokenised."""
         if self._stopping:
             raise _stopping()
-        if shed := self._admission.decide(self._num_inflight - 1):
-            raise Overloaded(shed.reason, retry_after_s=shed.retry_after_s)
+        spec.tenant.check(slo.name, spec.priority or slo.priority)
+        return self._turns.knock(spec.tenant, spec.sampling.n or 1)
 
-    async def _start(self, spec: CallSpec, slo: SLO, arrival_s: float, deadline_s: float) -> Call:
+    async def _start(
+        self, spec: CallSpec, slo: SLO, place: Place, arrival_s: float, deadline_s: float, resumed: Resumed | None
+    ) -> Call:  # fmt: skip
+        request = (
+            resumed.found.request if resumed is not None else await self._request(spec, slo, arrival_s, deadline_s)
+        )
+        backlog_bytes = self._config.client_backlog_bytes
+        call = Call(spec, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed)
+        place.arrive(self._turn(call, slo), call.reports)
+        if request.resumption is not None:
+            self.resumable.add(request.resumption.key, call)
+        self._running.add(call)
+        return call
+
+    def _turn(self, call: Call, slo: SLO) -> Turn:
+        request, sampling = call.request, call.request.sampling
+        return Turn(
+            tenant=call.spec.tenant,
+            band=request.priority,
+            tokens=len(request.token_ids),
+            since_s=call.arrival_s,
+            slo_class=slo.name,
+            ttft_s=slo.ttft_ms / 1e3,
+            tpot_s=slo.tpot_ms / 1e3,
+            class_tpot_s=self._slo_watch.classes[slo.name].tpot_ms / 1e3,
+            deadline_s=call.deadline_s,
+            num_seqs=len(call.reports),
+            prompt_tokens=len(request.token_ids),
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            was_accepted=call.resumed is not None,
+        )
+
+    async def _request(self, spec: CallSpec, slo: SLO, arrival_s: float, deadline_s: float) -> Request:
         pools = await self._fleet.wait_for_limits(min(deadline_s, arrival_s + self._config.unavailable_wait_s))
         token_ids = await self._token_ids(spec.prompt, pools.max_prompt_tokens)
         sampling = resolve(spec, len(token_ids), pools, secrets.randbits(64))
-        request = Request(
+        return Request(
             seq=0,
             token_ids=token_ids,
             sampling=sampling,
             priority=spec.priority or slo.priority,
             slo_class=slo.name,
+            tenant_salt=spec.tenant.salt,
             request_id=spec.labels.request_id or secrets.token_hex(16),
+            resumption=resumption(spec, spec.tenant.name, slo.name),
         )
-        call = Call(spec, request, deadline_s, arrival_s, self._serve, self._config.client_backlog_bytes)
-        self._running.add(call)
-        return call
 
     async def _token_ids(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
         match prompt:
@@ -336,6 +403,7 @@ class Calls:
             BatonError: it did not finish.
         """
         request, prefer = call.request, ""
+        await call.place.wait()
         if choice:
             await call.leader_began.wait()
             request = replace(request, sampling=replace(request.sampling, sample_index=choice))
@@ -352,8 +420,12 @@ class Calls:
             prefer=prefer,
         )
         try:
-            hearer: TokenSink = _Leader(sink, call.leader_began) if leads else sink
-            await serve_sequence(job, self._fleet, self._seqs, hearer, report)
+            if call.resumed is not None:
+                replay(call.resumed.points[choice], text, sink, report)
+                if report.token_ids:
+                    call.leader_began.set()
+            if not report.finish:
+                await self._sequences.serve(job, _Leader(sink, call.leader_began) if leads else sink, report)
             if text.stop_match is not None:
                 report.finish = FinishReason.STOP
             sink.end(report.finish)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from router.tenants import OPEN, Tenant
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -72,5 +74,6 @@ class CallSpec:
     priority: int = 0
     labels: CallLabels = field(default_factory=CallLabels)
     api: str = "grpc"  # for metrics: grpc | chat | completions
+    tenant: Tenant = OPEN  # whose key came with it
     resumable: bool = False  # workers keep what they know of it for a while: router/resume.py
     resume_window_s: float = 0.0  # how long; 0 = the default

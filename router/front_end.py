@@ -81,6 +81,7 @@ class FrontEnd:
             else None
         )
         self._readiness: asyncio.Task[None] | None = None
+        self._keys: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         if self._control is not None:
@@ -88,6 +89,7 @@ class FrontEnd:
         else:
             self.fleet.use_addresses(self._workers)
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        self._keys = asyncio.create_task(self.calls.keys.watch(), name="api keys")
         await self._grpc.start()
         for http in self._http:
             await http.start()
@@ -109,9 +111,10 @@ class FrontEnd:
         await asyncio.gather(*(http.stop() for http in self._http), self._grpc.stop())
         if self._control is not None:
             await self._control.close()
-        if self._readiness is not None:
-            self._readiness.cancel()
-            await asyncio.gather(self._readiness, return_exceptions=True)
+        for task in (self._readiness, self._keys):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.fleet.close()
         self.tokenizer.close()
         log.info("router_stopped")

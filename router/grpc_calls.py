@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from baton.errors import BatonError
 from baton.v1 import serving_pb2
-from router.call import TENANT, Call, Calls
+from router.call import Call, Calls
 from router.grpc_messages import to_received, to_spec
 from router.resume import take_up
 
@@ -23,13 +23,14 @@ async def open_call(
     """Raises: BatonError, as Calls.open."""
     arrival_s = time.monotonic()
     try:
+        tenant = calls.tenant(metadata)
         if isinstance(message, serving_pb2.GenerateRequest):
-            spec, resumed = to_spec(message, metadata, timeout_s, max_bytes), None
+            spec, resumed = replace(to_spec(message, metadata, timeout_s, max_bytes), tenant=tenant), None
         else:
-            found = await calls.resumable.find(TENANT, message.request_id)
+            found = await calls.resumable.find(tenant.name, message.request_id)
             resumed = take_up(found, message.next_index, to_received(message))
             left_s = min((t for t in (timeout_s, found.ttl_s) if t is not None), default=None)
-            spec = replace(found.spec, labels=replace(found.spec.labels, timeout_s=left_s))
+            spec = replace(found.spec, tenant=tenant, labels=replace(found.spec.labels, timeout_s=left_s))
     except BatonError as error:
         calls.refused("grpc", error)
         raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.slo import Verdict
+from router.admission_metrics import AdmissionMetrics
 from router.fleet import Fleet
 from router.worker_gauges import WorkerGauges
 
@@ -53,6 +54,7 @@ class RouterMetrics:
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(self.registry)
         self._calls = Counter(
             "baton_requests", "Calls by how they ended: finished, cancelled or an error code.", ["api", "outcome"],
             registry=self.registry,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Internal, InvalidRequest, NotFound
+from baton.errors import BatonError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
 from baton.model_spec import ModelSpec
 from router.asgi import headers, parse_json, read_body, refuse_unread, request_id_field, send_error, send_json
@@ -38,6 +39,7 @@ from router.metrics import RouterMetrics
 from router.openai_replies import ChatReply, CompletionReply
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from router.sse import SseStream
+from router.tenants import Tenant
 from router.tokenizer import Tokenizer
 from router.validate import check_messages, check_text, check_token_ids
 
@@ -53,18 +55,21 @@ class JsonEndpoint:
     def __init__(
         self,
         max_body_bytes: int,
+        tenant_of: Callable[[Mapping[str, str]], Tenant],
         answer: Callable[[Scope, object, Exchange], Awaitable[None]],
         on_refused: Callable[[BatonError], None] = lambda error: None,
     ) -> None:
         self._max_body_bytes = max_body_bytes
+        self._tenant_of = tenant_of
         self._answer = answer
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         try:
+            scope["tenant"] = self._tenant_of(headers(scope))
             body = await read_body(exchange, scope, receive, self._max_body_bytes)
-        except InvalidRequest as error:
+        except (InvalidRequest, Unauthenticated) as error:
             self._on_refused(error)
             await refuse_unread(exchange, receive, error)
             return
@@ -132,7 +137,7 @@ class GenerationApi:
     ) -> None:
         try:
             body = parse(kind, data)
-            spec = body.spec(labels_from(headers(scope)))
+            spec = replace(body.spec(labels_from(headers(scope))), tenant=scope["tenant"])
         except BatonError as error:
             self._calls.refused(api, error)
             raise
@@ -247,12 +252,12 @@ def build_app(
     generation = GenerationApi(spec.name, calls, config.client_backlog_bytes)
     tokens = TokenApi(spec, tokenizer)
     pages = Pages(spec, fleet, metrics, calls)
-    limit = config.max_body_bytes
+    endpoint = partial(JsonEndpoint, config.max_body_bytes, calls.tenant)
     posts = {
-        "/v1/chat/completions": JsonEndpoint(limit, generation.chat, partial(calls.refused, "chat")),
-        "/v1/completions": JsonEndpoint(limit, generation.completions, partial(calls.refused, "completions")),
-        "/v1/tokenize": JsonEndpoint(limit, tokens.tokenize),
-        "/v1/detokenize": JsonEndpoint(limit, tokens.detokenize),
+        "/v1/chat/completions": endpoint(generation.chat, partial(calls.refused, "chat")),
+        "/v1/completions": endpoint(generation.completions, partial(calls.refused, "completions")),
+        "/v1/tokenize": endpoint(tokens.tokenize),
+        "/v1/detokenize": endpoint(tokens.detokenize),
     }
     gets = {
         "/v1/models": pages.models,

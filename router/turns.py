@@ -1,12 +1,15 @@
-"""Whose turn it is, live: the admission policy with a clock, a fleet and calls that wait.
+"""Whose turn it is, live: quotas and the admission policy with a clock, a fleet and calls that wait.
 
-    turns.enter(turn, reports)    returns when the call may go to the workers; raises where it is shed or its time runs out
-    turns.began(turn)             its first token came
-    turns.leave(turn)             it is over, however
+    place = turns.knock(tenant, n)    counted against the tenant's limits
+    place.arrive(turn, reports)       judged by forecast, perhaps released at once
+    await place.wait()                returns when the call may go to the workers
+    place.close()                     in the `finally` of whoever knocked: everything is given back, now
 
-Waiting calls hold nothing but their place, which a cancelled one gives up at once. The policy hears of the fleet when a call
-comes, begins or ends, and each PUMP_S while someone waits; never more often than OBSERVE_SHARE of the loop's time allows, so a
-fleet of a thousand costs no more than one of ten. Event loop only.
+The first three raise Overloaded, or DeadlineExceeded where no retry would help.
+
+A waiting call holds nothing but its place. The policy hears of the fleet when a call comes, begins or ends, and each PUMP_S
+while someone waits; never more often than OBSERVE_SHARE of the loop's time allows, so a fleet of a thousand workers costs no
+more than one of ten. Event loop only.
 """
 
 from __future__ import annotations
@@ -15,101 +18,150 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from baton.config import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Role
+from router.admission import Admission, Bounds, Reason, Shed, Turn
 from router.admission_metrics import AdmissionMetrics
-from router.admission_next import Admission, Reason, Shed, Turn
 from router.capacity import WorkerLoad
 from router.fleet import Fleet
 from router.handoff import SequenceReport
+from router.quota import Quotas
+from router.tenants import Tenant
 
 PUMP_S = 0.01  # half of the default window: a lane that nobody told us is free gets work before it runs dry
 OBSERVE_S = 0.005  # between looks at the fleet, at least: half of a pump
 OBSERVE_SHARE = 0.02  # of the loop's time for looking
 
 
-@dataclass(slots=True, eq=False)
-class _Inside:
-    """A call that was let in."""
+class Place:
+    """One call's, from the door to its end."""
 
-    turn: Turn
-    reports: Sequence[SequenceReport]
-    waits: asyncio.Future[None] | None = None
+    def __init__(self, turns: Turns, tenant: Tenant, num_seqs: int) -> None:
+        self.turn: Turn | None = None  # None: it has not arrived
+        self.reports: Sequence[SequenceReport] = ()
+        self.waits: asyncio.Future[None] | None = None
+        self.error: BatonError | None = None  # why it was let go
+        self._turns = turns
+        self._tenant = tenant
+        self._num_seqs = num_seqs
+        self._is_closed = False
+
+    @property
+    def num_output(self) -> int:
+        return sum(report.num_tokens for report in self.reports)
+
+    def arrive(self, turn: Turn, reports: Sequence[SequenceReport]) -> None:
+        """Raises: Overloaded, DeadlineExceeded."""
+        self.turn, self.reports = turn, reports
+        reports[0].on_first_token = self._began
+        self._turns.arrive(self, turn)
+
+    async def wait(self) -> None:
+        """Raises: Overloaded, DeadlineExceeded."""
+        if self.waits is not None:
+            await self.waits
+        if self.error is not None:
+            raise self.error
+
+    def let_go(self, error: BatonError | None = None) -> None:
+        """End `wait`."""
+        self.error = error
+        if self.waits is not None and not self.waits.done():
+            self.waits.set_result(None)
+
+    def _began(self) -> None:
+        assert self.turn is not None
+        self._turns.began(self, self.turn)
+
+    def close(self) -> None:
+        """It is over, however; may be said again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._turns.close(self, self._tenant, self._num_seqs)
 
 
 class Turns:
     """One router's."""
 
-    def __init__(self, admission: Admission, fleet: Fleet, metrics: AdmissionMetrics) -> None:
-        self._admission = admission
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: AdmissionMetrics) -> None:
+        self.quotas = Quotas()
+        self.admission = Admission(
+            Bounds(
+                max_inflight=config.max_inflight,
+                max_queued=config.max_queued,
+                max_queued_tokens=config.max_queued_tokens,
+                window_s=config.queue_window_s,
+                by_forecast=config.shed_by_forecast,
+            )
+        )
         self._fleet = fleet
         self._metrics = metrics
-        self._inside: dict[int, _Inside] = {}  # by id() of the turn
+        self._places: dict[int, Place] = {}  # that arrived, by id() of the turn
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        metrics.follow(lambda: len(self.admission.queue), lambda: self.admission.queue.tokens)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._admission.queue)
+    def knock(self, tenant: Tenant, num_seqs: int) -> Place:
+        """Raises: Overloaded, where a limit of the tenant is reached."""
+        try:
+            self.quotas.take(tenant, num_seqs, time.monotonic())
+        except Overloaded as error:
+            self._metrics.shed("", error.field)
+            raise
+        return Place(self, tenant, num_seqs)
 
-    async def enter(self, turn: Turn, reports: Sequence[SequenceReport]) -> None:
-        """Wait for the call's turn; `leave` it afterwards. Where this raises, it has been left.
-
-        Raises:
-            Overloaded: it was shed; says when to come back.
-            DeadlineExceeded: its time would run out, or did, before an answer.
-        """
+    def arrive(self, place: Place, turn: Turn) -> None:
+        """See `Place`."""
         now_s = time.monotonic()
         self._look(now_s)
-        if shed := self._admission.arrive(turn, now_s):
+        if shed := self.admission.arrive(turn, now_s):
             raise self._error(turn, shed)
-        inside = self._inside[id(turn)] = _Inside(turn, reports)
-        if turn.released_s is not None:
+        self.quotas.spend(turn.tenant, turn.prompt_tokens, now_s)
+        self._places[id(turn)] = place
+        if turn.released_s is None:
+            place.waits = asyncio.get_running_loop().create_future()
+            self._pump()
+        else:
             self._metrics.waited(turn.slo_class, 0.0)
+
+    def began(self, place: Place, turn: Turn) -> None:
+        """See `Place`."""
+        turn.worker = place.reports[0].prefill_worker
+        self.admission.began(turn, time.monotonic())
+        self._pump()
+
+    def close(self, place: Place, tenant: Tenant, num_seqs: int) -> None:
+        """See `Place`."""
+        self.quotas.give_back(tenant, num_seqs)
+        turn = place.turn
+        if turn is None or self._places.pop(id(turn), None) is None:
             return
-        inside.waits = asyncio.get_running_loop().create_future()
-        try:
-            self._pump()
-            await inside.waits
-        except BaseException:
-            self.leave(turn)
-            raise
-        self._metrics.waited(turn.slo_class, time.monotonic() - now_s)
-
-    def began(self, turn: Turn) -> None:
-        """Its first token came; may be said again."""
-        if turn.began_s is None and (inside := self._inside.get(id(turn))):
-            turn.worker = inside.reports[0].prefill_worker
-            self._admission.began(turn, time.monotonic())
-            self._pump()
-
-    def leave(self, turn: Turn) -> None:
-        """It is over; may be said again."""
-        if inside := self._inside.pop(id(turn), None):
-            self._charge(inside)
-            self._admission.leave(turn, time.monotonic())
-            self._pump()
+        if place.waits is not None:
+            place.waits.cancel()
+        now_s, num_output = time.monotonic(), place.num_output
+        self.quotas.spend(tenant, num_output, now_s)
+        self._metrics.used(tenant, turn.prompt_tokens, num_output)
+        self.admission.charge(turn, num_output)
+        self.admission.leave(turn, now_s)
+        self._pump()
 
     # -- the policy's clock ------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Let in whose turn it is; nothing to do where nobody waits."""
-        if not self._admission.has_news:
+        if not self.admission.has_news:
             return
         now_s = time.monotonic()
         self._look(now_s)
-        released, shed = self._admission.due(now_s)
+        released, shed = self.admission.due(now_s)
         for turn in released:
-            waits = self._inside[id(turn)].waits
-            if waits is not None and not waits.done():
-                waits.set_result(None)
+            self._metrics.waited(turn.slo_class, now_s - turn.since_s)
+            self._places[id(turn)].let_go()
         for turn, why in shed:
-            waits = self._inside[id(turn)].waits
-            if waits is not None and not waits.done():
-                waits.set_exception(self._error(turn, why))
-        if self._timer is None and len(self._admission.queue):
+            self._places[id(turn)].let_go(self._error(turn, why))
+        if self._timer is None and self.admission.has_news:
             self._timer = asyncio.get_running_loop().call_later(PUMP_S, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -120,17 +172,15 @@ class Turns:
         """Tell the policy of the fleet, and of what those inside have come to, where that was not done just now."""
         if now_s < self._next_look_s:
             return
-        for inside in self._inside.values():
-            if inside.turn.began_s is None:
-                inside.turn.worker = inside.reports[0].prefill_worker
-            elif len(self._admission.queue):
-                self._charge(inside)
-        self._admission.observe(worker_loads(self._fleet), now_s)
+        for place in self._places.values():
+            assert place.turn is not None
+            if place.turn.began_s is None:
+                place.turn.worker = place.reports[0].prefill_worker
+            elif self.admission.queue:
+                self.admission.charge(place.turn, place.num_output)
+        self.admission.observe(worker_loads(self._fleet), now_s)
         cost_s = time.monotonic() - now_s
         self._next_look_s = now_s + max(OBSERVE_S, cost_s / OBSERVE_SHARE)
-
-    def _charge(self, inside: _Inside) -> None:
-        self._admission.charge(inside.turn, sum(report.num_tokens for report in inside.reports))
 
     def _error(self, turn: Turn, shed: Shed) -> BatonError:
         self._metrics.shed(turn.slo_class, shed.reason)
