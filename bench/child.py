@@ -44,8 +44,10 @@ class Child:
         pipes: Sequence[Connection] = (),
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        """Start it, with `environment` added to ours. `pipes` are its ends of other pipes, closed here.
+        """Start it, with `environment` added to ours, through the command `prefix`, which must become it. `pipes` are its
+        ends of other pipes, closed here.
 
         Raises:
             ChildError: no such interpreter.
@@ -56,7 +58,7 @@ class Child:
         fds = [pipe.fileno() for pipe in given]
         try:
             self._process = subprocess.Popen(
-                [python, "-m", module, *map(str, fds)], pass_fds=fds, start_new_session=True,
+                [*prefix, python, "-m", module, *map(str, fds)], pass_fds=fds, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": python_path(), "UCX_WARN_UNUSED_ENV_VARS": "n", **(environment or {})},
                 stdin=subprocess.DEVNULL, stdout=sys.stderr,
             )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,24 +19,14 @@ from bench.child import ChildError
 from bench.foreign_load import ForeignLoad
 from bench.kv_report import Progress
 from bench.report import dump
-from bench.router_bench_cases import (
-    FULL,
-    QUICK,
-    Effort,
-    measure_added,
-    measure_cpu,
-    measure_gap,
-    measure_idle,
-    measure_speed,
-    measure_start,
-)
+from bench.router_bench_cases import FULL, PARTS, QUICK, Effort, measure_parts
 from bench.router_bench_figures import NoFigure
-from bench.router_bench_report import Report, RouterFigures, print_report, to_document
-from bench.router_bench_rig import Features, Rig, running_rig
+from bench.router_bench_peers import PEERS, PeerRun, measure_peer
+from bench.router_bench_report import Report, RouterRun, print_report, to_document
+from bench.router_bench_rig import Features, running_rig
 from bench.serve_cli import positive_int
 
 USUAL = Features()
-PARTS = ("added", "cpu", "speed", "gap", "start")
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
@@ -54,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--endpoints", type=positive_int, default=USUAL.num_endpoints, help="workers with a Session (%(default)s)")
     add("--processes", type=numbers, default=(1,), help="router processes, e.g. 1,2 (1)")
     add("--model", default=USUAL.model, help="whose tokenizer the router uses (%(default)s)")
+    add("--peers", type=names, default=(), help=f"other routers to run beside: {','.join(PEERS)}")
+    add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has them (this one)")
     add("--json", type=Path, help="write the result to this file")
 
 
@@ -66,18 +57,13 @@ def main(args: argparse.Namespace) -> int:
     try:
         load = ForeignLoad()
         with Progress() as progress:
-            figures = [
-                measure(
-                    replace(features(args), num_processes=number), QUICK if args.quick else FULL, args.only, progress
-                )
-                for number in args.processes
-            ]
+            routers, peers = measure(args, QUICK if args.quick else FULL, progress)
+        report = Report(routers, peers, load.cores())
     except (ChildError, NoFigure) as error:
         print(f"baton bench router: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    report = Report(figures, load.cores())
     print_report(report)
     if args.json:
         args.json.write_bytes(dump(to_document(report)))
@@ -89,6 +75,9 @@ def check(args: argparse.Namespace) -> None:
     unknown = [part for part in args.only if part not in PARTS]
     if unknown:
         raise UsageError(f"--only {unknown[0]}: known are {', '.join(PARTS)}")
+    unknown = [peer for peer in args.peers if peer not in PEERS]
+    if unknown:
+        raise UsageError(f"--peers {unknown[0]}: known are {', '.join(PEERS)}")
 
 
 def features(args: argparse.Namespace) -> Features:
@@ -96,35 +85,20 @@ def features(args: argparse.Namespace) -> Features:
     return replace(USUAL, num_endpoints=max(2, args.endpoints), num_prefill=own, num_decode=own, model=args.model)
 
 
-def measure(features: Features, effort: Effort, parts: Sequence[str], progress: Progress) -> RouterFigures:
-    """Raises: ChildError, NoFigure."""
-    progress.say(f"{features.num_endpoints} endpoints, {features.num_processes} processes: start")
-    with running_rig(features) as rig:
-        return measure_parts(rig, effort, parts, progress)
-
-
-def measure_parts(rig: Rig, effort: Effort, parts: Sequence[str], progress: Progress) -> RouterFigures:
-    progress.say("idle")
-    idle_share = measure_idle(rig, effort)
-    figures = RouterFigures(rig.features, rig.start_s, rig.start_cpu_s, idle_share)
-    if "added" in parts:
-        progress.say("added latency")
-        figures.added = measure_added(rig, effort)
-    if "cpu" in parts:
-        progress.say("CPU")
-        figures.cpu = measure_cpu(rig, effort, idle_share)
-    if "gap" in parts:
-        progress.say("gaps")
-        figures.gaps = measure_gap(rig, effort)
-    if "start" in parts:
-        progress.say("start of many")
-        figures.start = measure_start(rig, effort)
-    if "speed" in parts:
-        progress.say("speed")
-        figures.speed = measure_speed(rig, effort)
-    figures.memory_bytes = rig.router.memory_bytes()
-    figures.scrape_bytes = rig.scraper.num_bytes
-    return figures
+def measure(args: argparse.Namespace, effort: Effort, progress: Progress) -> tuple[list[RouterRun], list[PeerRun]]:
+    """Raises: ChildError, NoFigure: ours did not do what it should."""
+    routers = []
+    for number in args.processes:
+        wanted = replace(features(args), num_processes=number)
+        progress.say(f"baton, {number} process(es): start with {wanted.num_endpoints} endpoints")
+        with running_rig(wanted) as rig:
+            figures = measure_parts(rig, effort, args.only, progress.say)
+            routers.append(RouterRun(wanted, rig.start_s, rig.start_cpu_s, rig.scraper.num_bytes, figures))
+    peers = []
+    for name in args.peers:
+        progress.say(name)
+        peers.append(measure_peer(name, args.peer_python, args.model, effort, args.only))
+    return routers, peers
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -119,14 +119,15 @@ def transit_ms(received: Records, said: Records) -> NDArray[np.float64]:
     return (both.received_ns - both.said_ns) / 1e6
 
 
-def gaps_ms(received: Records, from_ns: int, to_ns: int, period_ms: float) -> NDArray[np.float64]:
-    """Where nobody knows when a token was said: the gaps that the client saw, less the period that was promised."""
+def gaps_beyond_usual_ms(received: Records, from_ns: int, to_ns: int) -> NDArray[np.float64]:
+    """Where nobody knows when a token was said: the gaps that the client saw, less the median of them all."""
     order = np.lexsort((received["index"], received["number"]))
     ordered = received[order]
     same = np.flatnonzero(ordered["number"][1:] == ordered["number"][:-1]) + 1
-    gaps = np.diff(ordered["received_ns"], prepend=0)[same] / 1e6 - period_ms
+    gaps = np.diff(ordered["received_ns"], prepend=0)[same] / 1e6
     instants = ordered["received_ns"][same]
-    return gaps[(instants >= from_ns) & (instants < to_ns)]
+    inside = gaps[(instants >= from_ns) & (instants < to_ns)]
+    return inside - np.median(inside) if len(inside) else inside
 
 
 def check_answers(seen: Seen) -> None:

@@ -6,75 +6,78 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from bench.report import this_machine
-from bench.router_bench_cases import Added, CpuFigures, Gaps, Start
+from bench.router_bench_cases import Figures
 from bench.router_bench_figures import Window
+from bench.router_bench_peers import PeerRun
 from bench.router_bench_rig import Features
 
 
-@dataclass(slots=True)
-class RouterFigures:
-    """Of one router; a part that was not asked for is None."""
+@dataclass(frozen=True, slots=True)
+class RouterRun:
+    """Ours, with what was on."""
 
     features: Features
     start_s: float  # until every endpoint had its Session
     start_cpu_s: float
-    idle_share: float
-    added: Added | None = None
-    cpu: CpuFigures | None = None
-    gaps: Gaps | None = None
-    start: Start | None = None
-    speed: Window | None = None
-    memory_bytes: int = 0
-    scrape_bytes: int = 0  # of one page of metrics
+    scrape_bytes: int  # of one page of metrics
+    figures: Figures
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    routers: Sequence[RouterFigures]  # by number of processes
+    routers: Sequence[RouterRun]  # by number of processes
+    peers: Sequence[PeerRun]
     foreign_cores: float
 
 
 def print_report(report: Report) -> None:
     print(f"{this_machine()}; others used {report.foreign_cores:.2f} cores meanwhile")
-    for figures in report.routers:
-        print()
-        for line in lines(figures):
-            print(line)
+    for router in report.routers:
+        known = router.features
+        print(
+            f"\nbaton, {known.num_processes} process(es), {known.num_endpoints} endpoints, {known.num_keys} keys, "
+            f"{known.num_classes} classes, {known.num_endpoints * known.blocks_each} blocks in the index\n"
+            f"  start {router.start_s:.1f} s ({router.start_cpu_s:.1f} s CPU), metrics {router.scrape_bytes / 1e3:.0f} kB"
+        )
+        print_figures(router.figures)
+    for peer in report.peers:
+        print(f"\n{peer.does}")
+        if peer.figures is None:
+            print(f"  does not run: {peer.reason}")
+        else:
+            print_figures(peer.figures)
 
 
-def lines(figures: RouterFigures) -> Iterator[str]:
-    known = figures.features
-    yield (
-        f"baton, {known.num_processes} process(es), {known.num_endpoints} endpoints, {known.num_keys} keys, "
-        f"{known.num_classes} classes, {known.num_endpoints * known.blocks_each} blocks in the index"
-    )
-    yield (
-        f"  start {figures.start_s:.1f} s ({figures.start_cpu_s:.1f} s CPU), idle {figures.idle_share:.3f} of a core, "
-        f"{figures.memory_bytes / 2**20:.0f} MiB, a page of metrics {figures.scrape_bytes / 1e3:.0f} kB"
-    )
+def print_figures(figures: Figures) -> None:
+    for line in lines(figures):
+        print(f"  {line}")
+
+
+def lines(figures: Figures) -> Iterator[str]:
+    yield f"idle {figures.idle_share:.3f} of a core, {figures.memory_bytes / 2**20:.0f} MiB"
     if (added := figures.added) is not None:
         yield (
-            f"  added latency p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms (via {added.via_ms.p50:.2f}/{added.via_ms.p99:.2f}, "
+            f"added latency p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms (via {added.via_ms.p50:.2f}/{added.via_ms.p99:.2f}, "
             f"direct {added.direct_ms.p50:.2f}/{added.direct_ms.p99:.2f}, n = {added.n})"
         )
     if (cpu := figures.cpu) is not None:
-        yield f"  CPU {cpu.cost.us_per_token:.1f} us per token, {cpu.cost.us_per_request:.0f} us per request"
+        yield f"CPU {cpu.cost.us_per_token:.1f} us per token, {cpu.cost.us_per_request:.0f} us per request"
         for name, part in zip(
             ("few streams", "many streams", "few requests", "many requests"), cpu.windows, strict=True
         ):
-            yield f"    {name}: {describe(part)}"
+            yield f"  {name}: {describe(part)}"
     if (speed := figures.speed) is not None:
-        yield f"  speed: {describe(speed)}"
+        yield f"speed: {describe(speed)}"
     if (gaps := figures.gaps) is not None:
-        added_ms, transit_ms = gaps.added_ms, gaps.transit_ms
+        ms = gaps.added_ms
         yield (
-            f"  {gaps.streams} streams: added gap p50 {added_ms.p50:.2f}, p99 {added_ms.p99:.2f}, max {added_ms.max:.1f} ms "
-            f"(n = {added_ms.n}), {gaps.tokens_per_s:.0f} tok/s, CPU {gaps.cpu_share:.2f}"
+            f"{gaps.streams} streams: added gap p50 {ms.p50:.2f}, p99 {ms.p99:.2f}, max {ms.max:.1f} ms (n = {ms.n}), "
+            f"{gaps.tokens_per_s:.0f} tok/s, CPU {gaps.cpu_share:.2f}"
         )
-        yield f"    a token is on its way p50 {transit_ms.p50:.1f}, p99 {transit_ms.p99:.1f} ms"
+        yield f"  a token is on its way p50 {gaps.transit_ms.p50:.1f}, p99 {gaps.transit_ms.p99:.1f} ms"
     if (start := figures.start) is not None:
         yield (
-            f"  {start.starting} streams start at once: the {start.running} running ones stall {start.stall_ms:.1f} ms (before: "
+            f"{start.starting} streams start at once: the {start.running} running ones stall {start.stall_ms:.1f} ms (before: "
             f"{start.before_ms:.1f}); {start.started} had a first token, the last after {start.last_first_token_s:.2f} s"
         )
 
@@ -84,18 +87,28 @@ def describe(part: Window) -> str:
 
 
 def to_document(report: Report) -> dict[str, object]:
-    """The first router's figures at the top, all by their number of processes below."""
-    by_processes = {str(figures.features.num_processes): figures_document(figures) for figures in report.routers}
+    """The first router's figures at the top, all by their number of processes below, peers in the same words."""
+    by_processes = {str(router.features.num_processes): router_document(router) for router in report.routers}
     return {
         **next(iter(by_processes.values())),
         "processes": by_processes,
-        "peers": {},
+        "peers": {peer.name: peer_document(peer) for peer in report.peers},
         "machine": asdict(this_machine()),
         "foreign_cores": report.foreign_cores,
     }
 
 
-def figures_document(figures: RouterFigures) -> dict[str, object]:
+def router_document(router: RouterRun) -> dict[str, object]:
+    own = {"features": asdict(router.features), "start_s": router.start_s, "start_cpu_s": router.start_cpu_s}
+    return {**figures_document(router.figures), **own, "scrape_bytes": router.scrape_bytes}
+
+
+def peer_document(peer: PeerRun) -> dict[str, object]:
+    figures = figures_document(peer.figures) if peer.figures is not None else {}
+    return {**figures, "does": peer.does, "reason": peer.reason}
+
+
+def figures_document(figures: Figures) -> dict[str, object]:
     added, cpu, gaps, start, speed = figures.added, figures.cpu, figures.gaps, figures.start, figures.speed
     return {
         "added_ms": asdict(added) if added else None,
@@ -105,9 +118,7 @@ def figures_document(figures: RouterFigures) -> dict[str, object]:
         "gap_ms_p99": gaps.added_ms.p99 if gaps else None,
         "stall_ms_at_start": start.stall_ms if start else None,
         "idle_cpu_share": figures.idle_share,
-        "start_s": figures.start_s,
         "memory_bytes": figures.memory_bytes,
-        "features": asdict(figures.features),
         "windows": [asdict(part) for part in cpu.windows] if cpu else [],
         "gaps": asdict(gaps) if gaps else None,
         "start": asdict(start) if start else None,

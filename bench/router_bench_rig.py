@@ -1,7 +1,6 @@
 """The router under test: a process of its own over the stub fleet, and what of it is read from outside.
 
-CPU time is what the kernel counted for the router's process and its children (utime + stime, all threads), so the cost of its
-sockets is in it. One thread scrapes /metrics each second, as Prometheus would.
+Also started here: the stub fleet, and a thread that scrapes /metrics each second, as Prometheus would.
 """
 
 from __future__ import annotations
@@ -14,24 +13,46 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from baton.config import ModelConfig, RouterConfig
 from baton.config_load import to_json
 from bench.child import STOP_TIMEOUT_S, Child, ChildError, python_path
 from bench.router_bench_load import PLACEHOLDER
-from bench.router_bench_messages import CountSessions, Sessions, StubFleet, StubStarted, class_name
+from bench.router_bench_messages import (
+    CountSessions,
+    EndLog,
+    Sessions,
+    SetStep,
+    StartLog,
+    StubDone,
+    StubFleet,
+    StubStarted,
+    class_name,
+)
+from bench.router_bench_target import (
+    ANSWER_S,
+    HOST,
+    SHORT_PROMPT,
+    STEP_S,
+    Exchange,
+    Said,
+    Scraper,
+    family_cpu_s,
+    family_memory_bytes,
+    get,
+    post,
+)
 
 START_TIMEOUT_S = 300.0  # a thousand Sessions, and what the router does at each
-ANSWER_S = 60.0
-SCRAPE_S = 1.0
+SETTLE_S = 30.0  # for a load's last sequences to be cancelled
 MAX_INFLIGHT = 8_192  # above every load here: what is measured is the router's cost, not its admission
 VOCABULARY = range(1_000, 20_000)  # ids of ordinary words in the usual vocabularies
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +98,10 @@ class RouterProcess:
         return self._log.read().decode(errors="replace").strip()
 
     def cpu_s(self) -> float:
-        return sum(process_cpu_s(pid) for pid in family(self.pid))
+        return family_cpu_s(self.pid)
 
     def memory_bytes(self) -> int:
-        return sum(resident_bytes(pid) for pid in family(self.pid))
+        return family_memory_bytes(self.pid)
 
     def is_ready(self) -> bool:
         return get(self.http_port, "/readyz")[0] == http.client.OK
@@ -101,65 +122,80 @@ class RouterProcess:
         self._log.close()
 
 
-class Scraper:
-    """GET /metrics each second until closed."""
-
-    def __init__(self, port: int) -> None:
-        self.num_scrapes = 0
-        self.num_bytes = 0  # of the last page
-        self._port = port
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scraper")
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._end.wait(SCRAPE_S):
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                self.num_bytes = len(get(self._port, "/metrics")[1])
-                self.num_scrapes += 1
-
-    def close(self) -> None:
-        self._end.set()
-        self._thread.join()
-
-
-@dataclass(slots=True)
 class Rig:
-    """Everything that runs."""
+    """Router and fleet, as a Target."""
 
-    features: Features
-    fleet: Child
-    router: RouterProcess
-    scraper: Scraper
-    model: str  # as the router serves it
-    keys: Sequence[str]
-    folder: Path
-    start_s: float  # until the router was ready with a Session to every endpoint
-    start_cpu_s: float
+    def __init__(
+        self, features: Features, fleet: Child, router: RouterProcess, scraper: Scraper, folder: Path, start_s: float
+    ) -> None:
+        self.features = features
+        self.start_s = start_s  # until the router was ready with a Session to every endpoint
+        self.start_cpu_s = router.cpu_s()
+        self.scraper = scraper
+        self.port = router.http_port
+        self._fleet = fleet
+        self._router = router
+        self._model = json.loads(get(self.port, "/v1/models")[1])["data"][0]["id"]
+        self._keys = api_keys(features.num_keys)
+        self._said = folder / "said.npy"
+
+    def cpu_s(self) -> float:
+        return self._router.cpu_s()
+
+    def memory_bytes(self) -> int:
+        return self._router.memory_bytes()
 
     def requests(self, max_tokens: int) -> list[bytes]:
         """One streamed completion of token ids for each key; classes take turns."""
         draw = random.Random(max_tokens)
         texts = []
-        for i, key in enumerate(self.keys):
+        for i in range(len(self._keys)):
             body = {
-                "model": self.model,
+                "model": self._model,
                 "prompt": draw.choices(VOCABULARY, k=self.features.prompt_tokens),
                 "max_tokens": max_tokens,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            texts.append(self.request("/v1/completions", body, key, class_name(i % self.features.num_classes)))
+            fields = {**self._fields(i), "x-request-id": PLACEHOLDER}
+            texts.append(post(self.port, "/v1/completions", fields, body))
         return texts
 
-    def request(self, path: str, body: object, key: str, slo_class: str) -> bytes:
-        raw = json.dumps(body, separators=(",", ":")).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: {HOST}:{self.router.http_port}\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {key}\r\nx-slo-class: {slo_class}\r\nx-request-id: {PLACEHOLDER}\r\n"
-            f"content-length: {len(raw)}\r\n\r\n"
-        )
-        return head.encode() + raw
+    def chat(self) -> Exchange:
+        body = {"model": self._model, "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}
+        return Exchange("/v1/chat/completions", self._fields(0), json.dumps(body).encode())
+
+    def _fields(self, i: int) -> dict[str, str]:
+        slo_class = class_name(i % self.features.num_classes)
+        return {"authorization": f"Bearer {self._keys[i]}", "x-slo-class": slo_class}
+
+    def settle(self) -> None:
+        ends_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < ends_s:
+            if self._fleet.ask(CountSessions(), Sessions, ANSWER_S).num_running == 0:
+                return
+            time.sleep(0.05)
+        raise ChildError(f"{SETTLE_S:g} s after a load's end the fleet still has sequences")
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[Said]:
+        self._fleet.ask(StartLog(), StubDone, ANSWER_S)
+        try:
+            yield lambda seen: np.load(self._said)
+        finally:
+            self._fleet.ask(EndLog(self._said), StubDone, ANSWER_S)
+
+    @contextlib.contextmanager
+    def unpaced(self) -> Iterator[Rig]:
+        self._fleet.ask(SetStep(0.0), StubDone, ANSWER_S)
+        try:
+            yield self
+        finally:
+            self._fleet.ask(SetStep(STEP_S), StubDone, ANSWER_S)
+
+
+def api_keys(number: int) -> list[str]:
+    return [f"bk-bench-{i:06d}-{random.Random(i).randbytes(16).hex()}" for i in range(number)]
 
 
 @contextlib.contextmanager
@@ -175,10 +211,9 @@ def running_rig(features: Features) -> Iterator[Rig]:
         stack.callback(fleet.close)
         num_other = max(0, features.num_endpoints - features.num_prefill - features.num_decode)
         wanted = StubFleet(
-            features.num_prefill, features.num_decode, num_other, features.blocks_each, features.num_classes, 0.025
+            features.num_prefill, features.num_decode, num_other, features.blocks_each, features.num_classes, STEP_S
         )
         started = fleet.ask(wanted, StubStarted, START_TIMEOUT_S)
-        keys = [f"sk-bench-{i:06d}-{random.Random(i).randbytes(12).hex()}" for i in range(features.num_keys)]
         config = RouterConfig(
             host=HOST, http_port=0, grpc_port=0, control_address=started.control_address, max_inflight=MAX_INFLIGHT,
             model=ModelConfig(path=features.model),
@@ -188,10 +223,9 @@ def running_rig(features: Features) -> Iterator[Rig]:
         stack.callback(router.close)
         wait_for_sessions(fleet, router, features.num_endpoints * features.num_processes)
         start_s = time.monotonic() - began_s
-        scraper = Scraper(router.http_port)
+        scraper = Scraper(router.http_port, "/metrics")
         stack.callback(scraper.close)
-        model = json.loads(get(router.http_port, "/v1/models")[1])["data"][0]["id"]
-        yield Rig(features, fleet, router, scraper, model, keys, folder, start_s, router.cpu_s())
+        yield Rig(features, fleet, router, scraper, folder, start_s)
 
 
 def wait_for_sessions(fleet: Child, router: RouterProcess, wanted: int) -> None:
@@ -207,35 +241,3 @@ def wait_for_sessions(fleet: Child, router: RouterProcess, wanted: int) -> None:
     raise ChildError(
         f"after {START_TIMEOUT_S:g} s the router has {num_open} of {wanted} Sessions: {router.last_words()}"
     )
-
-
-def get(port: int, path: str, timeout_s: float = ANSWER_S) -> tuple[int, bytes]:
-    """One exchange on a connection of its own. Raises: OSError, HTTPException."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def family(pid: int) -> list[int]:
-    """A process and its descendants."""
-    found = [pid]
-    for parent in found:
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in task.read_text().split()]
-    return found
-
-
-def process_cpu_s(pid: int) -> float:
-    """utime + stime of all its threads; proc(5)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -254,7 +254,7 @@ int main(int argc, char **argv) {
         if (now_ns() >= next_ns) {
             step();
             next_ns += period_ns;
-            if (now_ns() > next_ns + period_ns) next_ns = now_ns(); /* too slow: what was missed is not made up for in a burst */
+            if (now_ns() > next_ns) next_ns = now_ns() + period_ns; /* what was missed is not made up for in a burst */
         }
     }
 }
