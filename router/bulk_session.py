@@ -32,6 +32,7 @@ from router.grpc_messages import done_to_pb, groups_to_reply, to_flush_s
 log = get_log("router.bulk")
 
 STALL_S = 60.0  # a client that takes nothing for so long is gone: as over HTTP (router/http_server.py)
+LAST_WRITE_S = 1.0  # for a client that reads; one that has left ends the writer by itself
 MOVE_RETRY_S = 0.1  # for a call that came after `going_away`: another stream takes it at once
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -77,9 +78,18 @@ class BulkSession:
             raise SlowReader("the client does not read its answers, or too slowly") from None
         finally:
             age.cancel()
-            for task in (writer, *self._tasks.values()):
-                task.cancel()
-            await asyncio.gather(writer, *self._tasks.values(), return_exceptions=True)
+            await self._end_calls()
+            if not self._is_cut:  # a status cannot follow a message that is only half written
+                self._gatherer.close()
+                await asyncio.wait((writer,), timeout=LAST_WRITE_S)
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _end_calls(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_closed(self, messages: AsyncIterator[serving_pb2.SessionCall], writer: asyncio.Task[None]) -> None:
         is_first = True
