@@ -32,6 +32,7 @@ class SequenceEnded:
     finish: FinishReason
     error: BatonError | None
     stats: worker_pb2.SeqStats
+    reroute: int = 0  # of prefill: serial of the last Reroute it obeyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,14 @@ class GaveUp:
     error: BatonError
 
 
+@dataclass(frozen=True, slots=True)
+class HandoffLost:
+    """Prefill cannot hand over to the decode worker it was given, but has what it computed."""
+
+    error: BatonError
+    reroute: int  # serial of the Reroute that named the worker, 0 = Submit did
+
+
 SequenceEvent = (
     AnswerIsWhole
     | SequenceEnded
@@ -90,6 +99,7 @@ SequenceEvent = (
     | StatsAreLate
     | AdoptionIsLate
     | GaveUp
+    | HandoffLost
 )
 
 

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceeded, Internal, PeerRefused, Unavailable, WorkerLost
+from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2
@@ -33,6 +33,7 @@ from router.events import (
     AdoptionIsLate,
     AnswerIsWhole,
     GaveUp,
+    HandoffLost,
     HoleIsOld,
     Inbox,
     SequenceEnded,
@@ -42,18 +43,25 @@ from router.events import (
     TimeIsUp,
     WorkerGone,
 )
-from router.fleet import Fleet, Hold, Placed
-from router.placement import Demand
+from router.fleet import Endpoint, Fleet, Placed
+from router.holds import Hold
+from router.placement import Demand, NoPlace
+from router.retry_budget import RetryBudget
 
 log = get_log("router.handoff")
 
 HOLE_S = 1.0  # DESIGN section 5
 STATS_S = 1.0  # the cancel path's bound (DESIGN section 5): after it the counts are taken as they are
-# In a row without a new token. A link to a worker that has just restarted takes up to 1 s to be proved (worker/links.py);
-# more tries than this would let a request that kills workers go through the fleet.
-MAX_RETRIES = 4
 MAX_MOVES = 16  # of one sequence in all: one that kills its worker after each token must end, too
-FIRST_BACKOFF_S = 0.1  # doubled each time: the tries span 1.5 s
+FIRST_BACKOFF_S = (
+    0.1  # doubled each time: four retries span 1.5 s, and a new worker's link is proved within 1 s (worker/links.py)
+)
+# What another worker may do better: one that died, failed by itself, or has no room.
+MOVABLE = (Unavailable, Internal, Overloaded)
+
+
+class SinkFailed(Internal):
+    """Our own side of an answer failed: no worker's fault, so nothing to be moved for."""
 
 
 class TokenSink(Protocol):
@@ -75,6 +83,10 @@ class SequenceJob:
     prefer: str = ""  # a prefill worker that has the prompt in its cache
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class SequenceReport:
     """What became of a sequence; filled while it runs, so that a cancelled call has its counts too."""
@@ -92,6 +104,7 @@ class SequenceReport:
     handed_off: bool = False  # decode has acknowledged the KV
     num_retries: int = 0  # attempts after the first
     num_reroutes: int = 0  # times that prefill shipped again
+    on_first_token: Callable[[], None] = _nothing  # called once, from within the worker's message
 
     @property
     def num_tokens(self) -> int:
@@ -125,48 +138,83 @@ class TokenMerge:
         return in_order
 
 
-async def serve_sequence(
-    job: SequenceJob, fleet: Fleet, seqs: Iterator[int], sink: TokenSink, report: SequenceReport
-) -> None:
-    """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
+class Sequences:
+    """Serves sequences on the fleet, each as often anew as it takes and the budget allows."""
 
-    Tokens that `report` begins with are known to the client already: the sink gets those after them.
+    def __init__(self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int) -> None:
+        """`max_retries`: of one sequence, in a row without a new token; 0 = a broken one is never moved."""
+        self._fleet = fleet
+        self._seqs = seqs
+        self._budget = budget
+        self._max_retries = max_retries
 
-    Raises:
-        BatonError: the sequence did not finish; tokens may already have been given to `sink`.
-    """
-    request, avoid, num_failed = continued(job.request, report.token_ids), frozenset[str](), 0
-    fingerprint = ""  # once tokens were sent, only the same model may go on
-    while True:
-        until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
-        num_tokens = len(request.token_ids)
-        hashes = await fleet.hash_prompt(request)
-        demand = Demand(num_tokens, num_tokens + request.num_tokens_left, hashes, fingerprint=fingerprint)
-        placed = await fleet.wait_for_place(demand, avoid, until_s, job.prefer)
-        attempt = Attempt(replace(request, seq=next(seqs)), placed, fleet, demand, sink, report, job.deadline_s)
-        num_before = report.num_tokens
-        try:
-            await attempt.run()
-            return
-        except Unavailable as error:
-            num_failed = num_failed + 1 if report.num_tokens == num_before else 1
-            if num_failed > MAX_RETRIES or report.num_retries == MAX_MOVES:
-                raise
-            log.warning(
-                "sequence_moved",
-                request_id=request.request_id,
-                worker=attempt.blamed,
-                num_tokens=report.num_tokens,
-                reason=error.message,
-            )
-            avoid |= {attempt.blamed}
+    async def serve(self, job: SequenceJob, sink: TokenSink, report: SequenceReport) -> None:
+        """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
+
+        Tokens that `report` begins with are known to the client already: the sink gets those after them.
+
+        Raises:
+            BatonError: the sequence did not finish; tokens may already have been given to `sink`.
+        """
+        avoid, num_failed, fingerprint = frozenset[str](), 0, ""
+        while True:
+            num_before = report.num_tokens
+            until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
+            attempt = await self._attempt(job, sink, report, avoid, fingerprint, until_s)
+            try:
+                await attempt.run()
+                self._budget.finished()
+                return
+            except MOVABLE as error:
+                num_failed = 1 if report.num_tokens > num_before else num_failed + 1
+                avoid |= {attempt.blamed}
+                if num_failed > self._max_retries or not self._may_move(attempt, avoid, report, error):
+                    raise
+                log.warning(
+                    "sequence_moved",
+                    request_id=job.request.request_id,
+                    worker=attempt.blamed,
+                    num_tokens=report.num_tokens,
+                    reason=error.message,
+                )
             report.num_retries += 1
-        if report.num_tokens:
-            fingerprint = fingerprint or attempt.fingerprint
-            request = continued(job.request, report.token_ids)
-        if report.num_tokens == num_before:  # a stream that ran is not kept waiting, a failure that repeats itself is
-            pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
-            await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
+            if report.num_tokens:  # only the model that made them may go on
+                fingerprint = fingerprint or attempt.fingerprint
+            if (
+                report.num_tokens == num_before
+            ):  # a stream that ran is moved at once, a failure that repeats itself is not
+                pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
+                await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
+
+    async def _attempt(
+        self,
+        job: SequenceJob,
+        sink: TokenSink,
+        report: SequenceReport,
+        avoid: frozenset[str],
+        fingerprint: str,
+        until_s: float,
+    ) -> Attempt:
+        request = continued(job.request, report.token_ids)
+        num_tokens = len(request.token_ids)
+        demand = Demand(
+            num_tokens,
+            num_tokens + request.num_tokens_left,
+            await self._fleet.hash_prompt(request),
+            fingerprint=fingerprint,
+        )
+        placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+        request = replace(request, seq=next(self._seqs))
+        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
+
+    def _may_move(self, attempt: Attempt, avoid: frozenset[str], report: SequenceReport, error: BatonError) -> bool:
+        if isinstance(error, SinkFailed) or report.num_retries >= MAX_MOVES:
+            return False
+        if not isinstance(error, Unavailable):  # it will say the same again
+            other = self._fleet.find_place(attempt.demand, avoid)
+            if isinstance(other, NoPlace) or avoid & {other.prefill.worker_id, other.decode.worker_id}:
+                return False
+        return self._budget.take(time.monotonic())
 
 
 def continued(request: Request, token_ids: list[int]) -> Request:
@@ -194,7 +242,7 @@ class Attempt:
         self._plan = placed.plan
         self._local = placed.plan.choice.local
         self._fleet = fleet
-        self._demand = demand
+        self.demand = demand
         self._sink = sink
         self._report = report
         self._deadline_s = deadline_s
@@ -202,23 +250,28 @@ class Attempt:
         self._merge = TokenMerge(request.num_output_tokens)
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
         self._may_hold: set[str] = set()  # workers that were not seen to end the sequence
+        self._is_first = True  # the next token is this attempt's first
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
         self._hold = Hold(0, 0)  # of prefill
+        self._decode_hold = ExitStack()
+        self._left: set[str] = set()  # decode workers that this attempt was taken away from
+        self._num_reroutes = 0
         self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
         self.blamed = placed.prefill.worker_id  # whom to avoid when this attempt fails
         self.fingerprint = ""  # of the workers' model
 
     async def run(self) -> None:
         """Returns when the answer is whole and counted. Raises: BatonError."""
-        demand = self._demand
+        demand = self.demand
         with ExitStack() as stack:
             num_lacking = self._plan.lacking_tokens
             if self._local:
                 self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.max_total_tokens))
             else:
                 self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.prompt_tokens))
-                stack.enter_context(self._decode.hold(0, demand.max_total_tokens))
+                stack.enter_context(self._decode_hold)
+                self._decode_hold.enter_context(self._decode.hold(0, demand.max_total_tokens))
             stack.enter_context(self._submitted())
             await self._follow()
 
@@ -264,6 +317,9 @@ class Attempt:
                     self._on_lost(worker, error)
                 case WorkerGone(worker, reason):
                     self._on_lost(worker, WorkerLost(f"{self._part(worker)} worker {worker} was lost: {reason}"))
+                case HandoffLost(error, reroute):
+                    if reroute == self._num_reroutes:  # else of a decode worker that was left already
+                        self._on_lost(self._decode.worker_id, error)
                 case HoleIsOld(index):
                     self._on_old_hole(index)
                 case TimeIsUp() if self._whole:
@@ -309,7 +365,7 @@ class Attempt:
             self._on_special_token(worker, index, Token(token_id, FinishReason(finish), logprobs), now_s)
         except Exception:  # transport callback: what goes wrong with one answer must not take the Session along
             log.exception("token_failed", request_id=self._request.request_id)
-            self._inbox.put(GaveUp(worker, Internal("an internal error ended the call")))
+            self._inbox.put(GaveUp(worker, SinkFailed("an internal error ended the call")))
 
     def _on_special_token(self, worker: str, index: int, token: Token, now_s: float) -> None:
         """The last one, a repeated one, one that comes early, or one that fills a hole."""
@@ -335,7 +391,10 @@ class Attempt:
                 report.second_token_s = now_s
         else:
             report.first_token_s = now_s
-        self._hold.waiting_tokens = 0
+            report.on_first_token()
+        if self._is_first:
+            self._is_first = False
+            self._hold.waiting_tokens = 0
         report.last_token_s = now_s
         report.token_ids.append(token_id)
 
@@ -350,7 +409,7 @@ class Attempt:
     def _cancel_open(self) -> None:
         """Send Cancel, once, to whoever was not seen to end the sequence."""
         while self._may_hold:
-            self._sessions[self._may_hold.pop()].cancel(self._request.seq)
+            self._sessions[self._may_hold.pop()].cancel(self._request.seq, park=self._request.resumption is not None)
 
     def _watch_hole(self) -> None:
         if self._watched_index != self._merge.next_index:
@@ -372,9 +431,13 @@ class Attempt:
             self._count(event)
         if event.outcome == worker_pb2.OUTCOME_FAILED:
             assert event.error is not None
-            self._on_lost(event.worker, event.error)
+            self._on_lost(event.worker, event.error, adopted=True)
         elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
-            self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"))
+            self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"), adopted=True)
+        elif event.outcome == worker_pb2.OUTCOME_HANDED_OFF and event.reroute != self._num_reroutes:
+            raise WorkerLost(
+                "the KV went to a decode worker that was lost meanwhile"
+            )  # whom we had left when it said so
         elif event.outcome == worker_pb2.OUTCOME_FINISHED:
             self._may_hold.clear()  # one that finishes on prefill has cancelled its ticket on decode
             if not self._whole:
@@ -391,8 +454,11 @@ class Attempt:
         if not self._local:
             self._hold.used_tokens = 0
 
-    def _on_lost(self, worker: str, error: BatonError) -> None:
-        """A worker will send nothing more. Fatal, unless what it still owed has come from it or from the other one."""
+    def _on_lost(self, worker: str, error: BatonError, *, adopted: bool = False) -> None:
+        """A worker will send nothing more. Fatal, unless what it still owed has come from it or from the other one.
+
+        `adopted`: it says so itself, so that it had all of the KV, and prefill has let go of it or is about to.
+        """
         self._may_hold.discard(worker)
         is_prefill = worker == self._prefill.worker_id
         if self._whole:
@@ -403,10 +469,51 @@ class Attempt:
             self._prefill_error = error
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, AdoptionIsLate())
             return
+        if worker in self._left or (not is_prefill and not adopted and self._reroute(error)):
+            return
         self.blamed = worker
         if isinstance(error, PeerRefused):  # found out after the pair was chosen; another one may fit
             raise Unavailable(f"{worker} and its decode worker do not fit: {error.message}") from error
         raise error
+
+    def _reroute(self, error: BatonError) -> bool:
+        """Decode is lost, prefill still has what it computed: let it ship that to another decode worker, if there is one."""
+        lost, prefill_id = self._decode, self._prefill.worker_id
+        if prefill_id not in self._may_hold or self._num_new > 1:  # with more, the KV that is needed was lost, too
+            return False
+        self._left.add(lost.worker_id)
+        placed = self._fleet.find_place(self.demand, frozenset(self._left), prefer=prefill_id)
+        if isinstance(placed, NoPlace) or placed.prefill is not self._prefill or placed.decode.worker_id in self._left:
+            return False
+        if placed.plan.choice.local:
+            return False
+        log.warning(
+            "handoff_rerouted",
+            request_id=self._request.request_id,
+            worker=lost.worker_id,
+            decode_worker=placed.decode.worker_id,
+            reason=error.message,
+        )
+        self._drop(lost)
+        self._decode = placed.decode
+        self._sessions[placed.decode.worker_id] = placed.decode.session
+        self._may_hold.add(placed.decode.worker_id)
+        self._decode_hold.close()
+        self._decode_hold.enter_context(placed.decode.hold(0, self.demand.max_total_tokens))
+        placed.decode.session.attach(self._request.seq, self)
+        self._num_reroutes += 1
+        self._prefill.session.reroute(self._request.seq, placed.decode.session.peer(), self._num_reroutes)
+        self._report.decode_worker = placed.decode.worker_id
+        self._report.num_reroutes += 1
+        return True
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        """Hear no more of a worker, which gives up what it may have."""
+        session = self._sessions.pop(endpoint.worker_id)
+        session.detach(self._request.seq)
+        if endpoint.worker_id in self._may_hold:
+            self._may_hold.discard(endpoint.worker_id)
+            session.cancel(self._request.seq, park=self._request.resumption is not None)
 
     def _on_late_adoption(self) -> None:
         """Between adoption and token 1 lies one step of decode: who is silent for longer has not got the KV."""

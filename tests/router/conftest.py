@@ -26,3 +26,10 @@ def model_dir(files: ModelFiles) -> Path:
 async def rig(files: ModelFiles) -> AsyncIterator[Rig]:
     async with running_rig(files) as rig:
         yield rig
+
+
+@pytest.fixture
+async def rig_without_retries(files: ModelFiles) -> AsyncIterator[Rig]:
+    """Where a broken sequence ends its call."""
+    async with running_rig(files, max_retries=0) as rig:
+        yield rig

@@ -38,6 +38,7 @@ class Script:
     transfer_ms: float = 0.0  # of a handoff, as its Ended says
     exposed_ms: float = 0.0
     fail_handoff: BatonError | None = None  # prefill says so after decode has adopted the sequence
+    hold_handoff: BatonError | None = None  # prefill says HandoffLost, and ships again to whom it is told
     lose_handoff: bool = False  # decode never gets the sequence
     fail_after: tuple[int, BatonError] | None = None  # (tokens said, error)
     duplicate: bool = False  # each token is said twice
@@ -72,6 +73,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.submits: list[worker_pb2.Submit] = []
         self.adopted: list[int] = []
         self.cancels: list[int] = []
+        self.reroutes: list[worker_pb2.Reroute] = []
+        self._rerouted: dict[int, worker_pb2.Reroute] = {}  # while they are prefilled
+        self._held: dict[
+            int, tuple[worker_pb2.Request, worker_pb2.SeqStats]
+        ] = {}  # prefilled, and nobody to give it to
         self.told_peers: list[worker_pb2.Peer] = []
         self.address = ""
         self._num_blocks = num_blocks
@@ -136,6 +142,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             elif kind == "cancel":
                 self.cancels.append(request.cancel.seq)
                 self._cancel(request.cancel.seq)
+            elif kind == "reroute":
+                self._on_reroute(request.reroute)
             elif kind == "peers":
                 self.told_peers = list(request.peers.decode)
                 outbox.put_nowait(worker_pb2.SessionEvent(links=worker_pb2.Links(links=self._links())))
@@ -195,11 +203,19 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         if self.script.fail_prefill is not None:
             self._end(request.seq, worker_pb2.OUTCOME_FAILED, stats, self.script.fail_prefill)
             return
-        if self._token(request, 0):
+        if self._token(request, request.num_output_tokens):
             self._end(request.seq, worker_pb2.OUTCOME_FINISHED, stats)
         elif submit.HasField("decode"):
             stats.kv_bytes, stats.transport = 4096, "loopback"
             stats.kv_transfer_ms, stats.exposed_transfer_ms = self.script.transfer_ms, self.script.exposed_ms
+            if reroute := self._rerouted.pop(request.seq, None):
+                self._hand_over(request, stats, reroute)
+                return
+            if self.script.hold_handoff is not None:
+                self._held[request.seq] = (request, stats)
+                lost = worker_pb2.HandoffLost(seq=request.seq, error=error_to_pb(self.script.hold_handoff))
+                self._say(request.seq, worker_pb2.SessionEvent(handoff_lost=lost))
+                return
             if not self.script.lose_handoff:
                 self.peers[submit.decode.worker_id].adopt(request)
             if self.script.fail_handoff is not None:
@@ -209,13 +225,25 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         else:
             await self._decode(request, stats)
 
+    def _on_reroute(self, reroute: worker_pb2.Reroute) -> None:
+        """A sequence that has ended here leaves it unanswered."""
+        self.reroutes.append(reroute)
+        if held := self._held.pop(reroute.seq, None):
+            self._hand_over(*held, reroute)
+        elif reroute.seq in self._running:
+            self._rerouted[reroute.seq] = reroute
+
+    def _hand_over(self, request: worker_pb2.Request, stats: worker_pb2.SeqStats, reroute: worker_pb2.Reroute) -> None:
+        self.peers[reroute.decode.worker_id].adopt(request)
+        self._end(request.seq, worker_pb2.OUTCOME_HANDED_OFF, stats, reroute=reroute.serial)
+
     def adopt(self, request: worker_pb2.Request) -> None:
         """Decode gets a sequence whose KV has arrived."""
         self.adopted.append(request.seq)
         self._running[request.seq] = asyncio.create_task(self._decode(request, worker_pb2.SeqStats()))
 
     async def _decode(self, request: worker_pb2.Request, stats: worker_pb2.SeqStats) -> None:
-        index = 1
+        index = request.num_output_tokens + 1
         while True:
             if self.script.pause_at in (None, index):
                 await self.script.decode_gate.wait()
@@ -270,10 +298,15 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         outcome: worker_pb2.Outcome.ValueType,
         stats: worker_pb2.SeqStats | None = None,
         error: BatonError | None = None,
+        reroute: int = 0,
     ) -> None:
         self._running.pop(seq, None)
         ended = worker_pb2.Ended(
-            seq=seq, outcome=outcome, stats=stats, error=error_to_pb(error) if error is not None else None
+            seq=seq,
+            outcome=outcome,
+            stats=stats,
+            error=error_to_pb(error) if error is not None else None,
+            reroute=reroute,
         )
         self._say(seq, worker_pb2.SessionEvent(ended=ended))
 

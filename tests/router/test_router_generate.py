@@ -169,7 +169,8 @@ async def test_duplicates_are_dropped(rig: Rig) -> None:
     assert answer.token_ids == list(range(300, 310))
 
 
-async def test_a_token_that_never_comes_ends_the_call_as_worker_lost(rig: Rig) -> None:
+async def test_a_token_that_never_comes_ends_the_call_as_worker_lost(rig_without_retries: Rig) -> None:
+    rig = rig_without_retries
     rig.decode.script.skip_index = 3
     answer = await rig.generate(request(max_tokens=10))
     assert answer.token_ids == [300, 301, 302]
@@ -180,7 +181,8 @@ async def test_a_token_that_never_comes_ends_the_call_as_worker_lost(rig: Rig) -
     await rig.idle()
 
 
-async def test_a_decode_worker_that_dies_mid_stream_ends_the_call_naming_it(rig: Rig) -> None:
+async def test_a_decode_worker_that_dies_mid_stream_ends_the_call_naming_it(rig_without_retries: Rig) -> None:
+    rig = rig_without_retries
     rig.decode.script.decode_gate.clear()
     rig.decode.script.pause_at = 5
     call = asyncio.create_task(rig.generate(request(max_tokens=10)))
@@ -197,8 +199,9 @@ async def test_a_decode_worker_that_dies_mid_stream_ends_the_call_naming_it(rig:
     assert answer.done is None
 
 
-async def test_half_an_answer_never_passes_for_a_whole_one(rig: Rig) -> None:
+async def test_half_an_answer_never_passes_for_a_whole_one(rig_without_retries: Rig) -> None:
     """A worker ends a sequence as cancelled that nobody here cancelled."""
+    rig = rig_without_retries
     rig.decode.script.give_up_at = 3
     answer = await rig.generate(request(max_tokens=10))
     reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 10})
@@ -246,7 +249,8 @@ async def test_a_prefill_worker_that_fails_after_adoption_does_not_end_the_call(
     await rig.idle()
 
 
-async def test_a_transfer_that_failed_for_good_ends_the_call_with_prefills_reason(rig: Rig) -> None:
+async def test_a_transfer_that_failed_for_good_ends_the_call_with_prefills_reason(rig_without_retries: Rig) -> None:
+    rig = rig_without_retries
     rig.prefill.script.fail_handoff = TransferFailed("KV did not arrive")
     rig.prefill.script.lose_handoff = True
     answer = await rig.generate(request(max_tokens=10))
@@ -256,7 +260,10 @@ async def test_a_transfer_that_failed_for_good_ends_the_call_with_prefills_reaso
     await rig.idle()
 
 
-async def test_a_stream_that_fails_has_an_error_event_and_no_done_and_the_official_client_raises(rig: Rig) -> None:
+async def test_a_stream_that_fails_has_an_error_event_and_no_done_and_the_official_client_raises(
+    rig_without_retries: Rig,
+) -> None:
+    rig = rig_without_retries
     rig.decode.script.fail_after = (5, TransferFailed("KV did not arrive"))
     body = {"prompt": "hello", "max_tokens": 10}
     events = await rig.events("/v1/completions", body)
