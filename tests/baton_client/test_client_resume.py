@@ -1,0 +1,156 @@
+"""The client against real router processes: a stream survives the one that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton_client import AsyncClient, CallFailed, Client
+from tests.router.parking_worker import ParkingWorker, start_parking_pair
+from tests.router.router_rig import until
+from tests.tiny_models import make_tiny_model
+
+TOKENS = [300 + index % 40 for index in range(60)]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("client_model") / "tiny")
+
+
+@dataclass
+class Cluster:
+    """Two router processes over two stub workers of this process."""
+
+    prefill: ParkingWorker
+    decode: ParkingWorker
+    routers: list[asyncio.subprocess.Process]
+    ports: list[int]
+
+    @property
+    def target(self) -> str:
+        return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def pause_at(self, index: int) -> None:
+        self.decode.script.pause_at = index
+        self.decode.script.decode_gate.clear()
+
+    def go_on(self) -> None:
+        self.decode.script.pause_at = None
+        self.decode.script.decode_gate.set()
+
+    async def kill_router(self, number: int) -> None:
+        self.routers[number].send_signal(signal.SIGKILL)
+        await self.routers[number].wait()
+
+
+@asynccontextmanager
+async def cluster(model_dir: Path) -> AsyncIterator[Cluster]:
+    prefill, decode = await start_parking_pair()
+    addresses = f"{prefill.address},{decode.address}"
+    routers, ports = [], []
+    try:
+        for _ in range(2):
+            command = [sys.executable, "-m", "router.main", "--model", str(model_dir), "--workers", addresses]
+            router = await asyncio.create_subprocess_exec(
+                *command, "--http-port", "0", "--grpc-port", "0", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            routers.append(router)
+        for router in routers:
+            assert router.stdout is not None
+            ports.append(json.loads(await router.stdout.readline())["grpc_port"])
+        yield Cluster(prefill, decode, routers, ports)
+    finally:
+        for router in routers:
+            if router.returncode is None:
+                router.kill()
+            await router.wait()
+        await prefill.kill()
+        await decode.kill()
+
+
+async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_dir: Path) -> None:
+    async with cluster(model_dir) as rig, AsyncClient(rig.target) as client:
+        whole = await client.generate("hello", max_tokens=60).text()
+        rig.pause_at(20)
+        answer = client.generate("hello", max_tokens=60)
+        token_ids, text = [], ""
+        async for chunk in answer:
+            token_ids += chunk.token_ids
+            text += chunk.text
+            if len(token_ids) == 20:
+                await rig.kill_router(0)
+                rig.go_on()
+        assert token_ids == TOKENS
+        assert text == whole
+        assert answer.done is not None
+        assert answer.done.usage.completion_tokens == 60
+        assert rig.prefill.submits[-1].request.num_output_tokens >= 20
+        await until(lambda: not rig.prefill.num_open and not rig.decode.num_open, "nothing runs on")
+
+
+async def test_a_bulk_stream_goes_on_with_all_of_its_calls(model_dir: Path) -> None:
+    async with cluster(model_dir) as rig, AsyncClient(rig.target) as client:
+        whole = await client.generate("hello", max_tokens=60).text()
+        rig.pause_at(20)
+        got: list[list[int]] = [[] for _ in range(8)]
+
+        async def one(number: int) -> str:
+            text = ""
+            async for chunk in bulk.generate("hello", max_tokens=60):
+                got[number] += chunk.token_ids
+                text += chunk.text
+            return text
+
+        async with client.bulk(max_flush_ms=5) as bulk:
+            calls = [asyncio.create_task(one(number)) for number in range(8)]
+            await until(lambda: all(len(token_ids) == 20 for token_ids in got), "all are in mid-stream")
+            await rig.kill_router(0)
+            rig.go_on()
+            texts = await asyncio.gather(*calls)
+        assert got == [TOKENS] * 8
+        assert texts == [whole] * 8
+
+
+async def test_the_blocking_client_survives_the_same(model_dir: Path) -> None:
+    async with cluster(model_dir) as rig:
+        rig.pause_at(10)
+        token_ids: list[int] = []
+
+        def read() -> None:
+            with Client(rig.target) as client:
+                for chunk in client.generate([1, 2, 3], max_tokens=60):
+                    token_ids.extend(chunk.token_ids)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        await until(lambda: len(token_ids) == 10, "it is in mid-stream")
+        await rig.kill_router(0)
+        rig.go_on()
+        await asyncio.to_thread(thread.join, 60)
+        assert token_ids == TOKENS
+
+
+async def test_a_call_that_is_not_resumable_ends_with_its_router_once_it_has_begun(model_dir: Path) -> None:
+    async with cluster(model_dir) as rig, AsyncClient(rig.target) as client:
+        rig.pause_at(10)
+        answer = client.generate("hello", max_tokens=60, resumable=False)
+        token_ids: list[int] = []
+        with pytest.raises(CallFailed) as failed:
+            async for chunk in answer:
+                token_ids += chunk.token_ids
+                if len(token_ids) == 10:
+                    await rig.kill_router(0)
+        assert failed.value.status == "UNAVAILABLE"
+        assert token_ids == TOKENS[:10]
+        await until(lambda: not rig.decode.num_open, "its workers have let go of it")
