@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
+from router.series import Counter, Gauge, Histogram, Registry
 from router.tenants import Tenant
 
 MAX_TENANTS = 100  # two counters and a gauge each: 300 series of one router
@@ -35,26 +34,25 @@ _WAIT_BUCKETS = (
 class AdmissionMetrics:
     """One router's, in its registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._waits = Histogram(
             "baton_admission_wait_seconds", "Time in the router's queue of calls that were let in.", ["slo_class"],
-            registry=registry, buckets=_WAIT_BUCKETS,
+            registry, _WAIT_BUCKETS,
         )  # fmt: skip
         self._sheds = Counter(
             "baton_requests_shed", "Calls turned away, by what could not be kept.", ["reason", "slo_class"],
-            registry=registry,
+            registry,
         )  # fmt: skip
         self._tokens = Counter(
-            "baton_tenant_tokens", "Tokens of a tenant's calls.", ["tenant", "kind"], registry=registry
+            "baton_tenant_tokens", "Tokens of a tenant's calls.", ["tenant", "kind"], registry
         )  # fmt: skip
-        self._queue = Gauge("baton_admission_queue_length", "Calls that wait for their turn.", registry=registry)
-        self._queue_tokens = Gauge("baton_admission_queue_tokens", "Their prompt tokens.", registry=registry)
+        self._registry = registry
         self._names: set[str] = set()
 
     def follow(self, length: Callable[[], float], tokens: Callable[[], float]) -> None:
         """Read the queue's size at each scrape."""
-        self._queue.set_function(length)
-        self._queue_tokens.set_function(tokens)
+        Gauge("baton_admission_queue_length", "Calls that wait for their turn.", length, self._registry)
+        Gauge("baton_admission_queue_tokens", "Their prompt tokens.", tokens, self._registry)
 
     def waited(self, slo_class: str, wait_s: float) -> None:
         self._waits.labels(slo_class).observe(wait_s)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
 from baton.slo import Verdict
 from router.admission_metrics import AdmissionMetrics
 from router.fleet import Fleet
+from router.series import Counter, Histogram, Registry
 from router.worker_gauges import WorkerGauges
 
 # Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
@@ -50,14 +49,14 @@ class CallRecord:
 
 
 class RouterMetrics:
-    """Counts calls; `text` is the body of /metrics."""
+    """Counts calls; the lines of its registry are the body of /metrics."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry)
         self._calls = Counter(
             "baton_requests", "Calls by how they ended: finished, cancelled or an error code.", ["api", "outcome"],
-            registry=self.registry,
+            self.registry,
         )  # fmt: skip
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Gaps between tokens.")
@@ -73,23 +72,19 @@ class RouterMetrics:
         self._retries = self._counter("request_retries", "Sequences started again before their first token.")
         self._local = self._counter("local_prefill", "Calls whose prompt was computed where it was decoded.")
         self._kv_bytes = Counter(
-            "baton_kv_transfer_bytes", "KV handed over for calls.", ["transport"], registry=self.registry
+            "baton_kv_transfer_bytes", "KV handed over for calls.", ["transport"], self.registry
         )  # fmt: skip
         self._kv_seconds = self._histogram("kv_transfer_duration_seconds", "First frame to Ack.", "transport")
         self._kv_exposed = self._histogram(
             "kv_transfer_exposed_seconds", "End of prefill to Ack: what the handoff adds.", "transport"
         )
-        self.inflight = Gauge("baton_num_requests_inflight", "Calls at this router.", registry=self.registry)
-        self.registry.register(WorkerGauges(fleet))
+        self.registry.add(WorkerGauges(fleet))
 
     def _histogram(self, name: str, text: str, label: str = "slo_class") -> Histogram:
-        return Histogram(f"baton_{name}", text, [label], registry=self.registry, buckets=_LATENCY_BUCKETS)
+        return Histogram(f"baton_{name}", text, [label], self.registry, _LATENCY_BUCKETS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"baton_{name}", text, ["slo_class", *labels], registry=self.registry)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return Counter(f"baton_{name}", text, ["slo_class", *labels], self.registry)
 
     def count_outcome(self, api: str, outcome: str) -> None:
         self._calls.labels(api, outcome).inc()
@@ -113,8 +108,7 @@ class RouterMetrics:
                 histogram.labels(name).observe(value)
         itl = self._itl.labels(name)
         for gaps_s in record.gaps_s:
-            for gap_s in gaps_s:
-                itl.observe(gap_s)
+            itl.observe_sorted(gaps_s)
         self._prompt.labels(name).inc(record.prompt_tokens)
         self._output.labels(name).inc(record.completion_tokens)
         self._retries.labels(name).inc(record.num_retries)

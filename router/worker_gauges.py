@@ -5,14 +5,13 @@ One row per metric; a worker without a Session has no rows but `worker_up` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from baton.v1 import worker_pb2
-from router.fleet import Fleet
+from router.fleet import Endpoint, Fleet
+from router.series import header, labelled, sample
+from router.session import WorkerView
 
 Values = Mapping[str, float]  # by the value of the row's second label; "" where it has none
 
@@ -25,10 +24,16 @@ class _Row:
     label: str = ""  # the second one, after the worker
     is_total: bool = False
 
-    def family(self) -> GaugeMetricFamily | CounterMetricFamily:
-        labels = ["worker", self.label] if self.label else ["worker"]
-        kind = CounterMetricFamily if self.is_total else GaugeMetricFamily
-        return kind(f"baton_{self.name}", self.text, labels=labels)
+    @property
+    def full_name(self) -> str:
+        return f"baton_{self.name}_total" if self.is_total else f"baton_{self.name}"
+
+    def lines(self, views: Sequence[tuple[str, WorkerView]]) -> Iterator[str]:
+        name = self.full_name
+        yield header(name, self.text, "counter" if self.is_total else "gauge")
+        for worker, view in views:  # `worker`: its label, written
+            for label, value in self.values(view.opened, view.load).items():
+                yield sample(name, f"{labelled([self.label], [label])},{worker}" if self.label else worker, value)
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -105,29 +110,27 @@ _ROWS = (
 )
 
 
-class WorkerGauges(Collector):
-    """Registered once; collected at every scrape."""
+class WorkerGauges:
+    """A source of lines, of a thousand workers some 20,000."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def collect(self) -> Iterable[Metric]:
-        yield from self._presence()
-        views = [(e.worker_id, e.session.view) for e in self._fleet.endpoints if e.session.view is not None]
+    def lines(self) -> Iterator[str]:
+        endpoints = [(labelled(["worker"], [endpoint.worker_id]), endpoint) for endpoint in self._fleet.endpoints]
+        yield from _presence(endpoints)
+        views = [(worker, endpoint.session.view) for worker, endpoint in endpoints if endpoint.session.view is not None]
         for row in _ROWS:
-            family = row.family()
-            for worker_id, view in views:
-                for label, value in row.values(view.opened, view.load).items():
-                    family.add_metric([worker_id, label] if row.label else [worker_id], value)
-            yield family
+            yield from row.lines(views)
 
-    def _presence(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily("baton_worker_up", "1 = its Session is open.", labels=["worker", "role", "state"])
-        inflight = GaugeMetricFamily(
-            "baton_worker_inflight", "Sequences this router has placed there and not seen end.", labels=["worker"]
-        )
-        for endpoint in self._fleet.endpoints:
-            role = endpoint.role.name.lower()
-            up.add_metric([endpoint.worker_id, role, endpoint.state], float(endpoint.session.view is not None))
-            inflight.add_metric([endpoint.worker_id], endpoint.num_inflight)
-        return (up, inflight)
+
+def _presence(endpoints: Sequence[tuple[str, Endpoint]]) -> Iterator[str]:
+    name = "baton_worker_up"
+    yield header(name, "1 = its Session is open.", "gauge")
+    for worker, endpoint in endpoints:
+        labels = f'role="{endpoint.role.name.lower()}",state="{endpoint.state}",{worker}'
+        yield sample(name, labels, endpoint.session.view is not None)
+    name = "baton_worker_inflight"
+    yield header(name, "Sequences this router has placed there and not seen end.", "gauge")
+    for worker, endpoint in endpoints:
+        yield sample(name, worker, endpoint.num_inflight)
