@@ -102,8 +102,8 @@ class AsyncAnswer:
             try:
                 async for response in call:
                     if response.HasField("chunk"):
-                        progress.take(response.chunk)
-                        yield response.chunk
+                        if progress.take(response.chunk):
+                            yield response.chunk
                     elif response.HasField("done"):
                         progress.finish(response.done)
             except grpc.aio.AioRpcError as error:

@@ -92,8 +92,8 @@ class Answer:
             try:
                 for response in call:
                     if response.HasField("chunk"):
-                        progress.take(response.chunk)
-                        yield response.chunk
+                        if progress.take(response.chunk):
+                            yield response.chunk
                     elif response.HasField("done"):
                         progress.finish(response.done)
             except grpc.RpcError as error:

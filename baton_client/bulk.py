@@ -106,8 +106,8 @@ class BulkAnswer:
                     while progress.done is None and failed is None:
                         event = await events.get()
                         if isinstance(event, serving_pb2.Chunk):
-                            progress.take(event)
-                            yield event
+                            if progress.take(event):
+                                yield event
                         elif isinstance(event, serving_pb2.Done):
                             progress.finish(event)
                         else:

@@ -27,6 +27,7 @@ class Progress:
         self.request = request
         self.done: serving_pb2.Done | None = None
         self._received: list[list[int]] = [[] for _ in range(request.sampling.n or 1)]
+        self._has_tail: set[int] = set()
         self._deadline_s = deadline_s
         self._policy = policy
         self._budget = budget
@@ -47,11 +48,16 @@ class Progress:
     def timeout_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
-    def take(self, chunk: serving_pb2.Chunk) -> None:
-        """Note what came."""
+    def take(self, chunk: serving_pb2.Chunk) -> bool:
+        """Note what came; False for what is here already: text behind an answer's last token, which a resumed call says again."""
         self._begun = self.request.resumable
+        if not chunk.token_ids:
+            if chunk.choice in self._has_tail:
+                return False
+            self._has_tail.add(chunk.choice)
         self._num_failed = 0
         self._received[chunk.choice] += chunk.token_ids
+        return True
 
     def finish(self, done: serving_pb2.Done) -> None:
         self.done = done

@@ -453,6 +453,7 @@ class Chunk(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """without tokens: what was held back behind the last one; a resumed call says it again"""
     index: _builtins.int
     """output index of token_ids[0]"""
     choice: _builtins.int

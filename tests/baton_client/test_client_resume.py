@@ -84,7 +84,8 @@ async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_d
         whole = await client.generate("hello", max_tokens=60).text()
         rig.pause_at(20)
         answer = client.generate("hello", max_tokens=60)
-        token_ids, text = [], ""
+        token_ids: list[int] = []
+        text = ""
         async for chunk in answer:
             token_ids += chunk.token_ids
             text += chunk.text
@@ -146,11 +147,15 @@ async def test_a_call_that_is_not_resumable_ends_with_its_router_once_it_has_beg
         rig.pause_at(10)
         answer = client.generate("hello", max_tokens=60, resumable=False)
         token_ids: list[int] = []
-        with pytest.raises(CallFailed) as failed:
+
+        async def read() -> None:
             async for chunk in answer:
-                token_ids += chunk.token_ids
+                token_ids.extend(chunk.token_ids)
                 if len(token_ids) == 10:
                     await rig.kill_router(0)
+
+        with pytest.raises(CallFailed) as failed:
+            await read()
         assert failed.value.status == "UNAVAILABLE"
         assert token_ids == TOKENS[:10]
         await until(lambda: not rig.decode.num_open, "its workers have let go of it")
