@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.config import RouterConfig
 from baton.errors import BatonError, Internal, InvalidRequest, NotFound, Unauthenticated
@@ -258,7 +258,7 @@ class Pages:
 
 def build_app(
     config: RouterConfig, spec: ModelSpec, calls: Calls, tokenizer: Tokenizer, fleet: Fleet, metrics: RouterMetrics
-) -> Starlette:
+) -> Front:
     """The whole HTTP side of a router."""
     generation = GenerationApi(spec.name, calls, config.client_backlog_bytes)
     tokens = TokenApi(spec, tokenizer)
@@ -278,7 +278,21 @@ def build_app(
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, page, methods=["GET"]) for path, page in gets.items()]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    return Front(posts, Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
+
+
+class Front:
+    """The ASGI application: POSTs to known paths are looked up, everything else is Starlette's."""
+
+    def __init__(self, posts: Mapping[str, JsonEndpoint], rest: ASGIApp) -> None:
+        self._posts = posts
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = self._rest
+        if scope["type"] == "http" and scope["method"] == "POST":
+            app = self._posts.get(scope["path"], app)
+        await app(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
