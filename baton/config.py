@@ -137,6 +137,7 @@ class ControllerConfig:
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in
+    ray_node_dir: str = ""  # temporary folder of the Ray node to connect through; "" = any on this host
     run_dir: str = ""  # tokens, logs and the SLO store; `baton up` fills it in
     worker_num_cpus: float = 0.25  # of Ray's accounting, not a limit: 2 cores hold 8 workers, more are refused
     worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in

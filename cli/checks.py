@@ -16,12 +16,14 @@ from cli.ports import listener_pid
 from cli.processes import process_name
 
 _MIB = 1 << 20
-# Resident sizes measured on x86-64 Linux, 2 cores: Ray's head with raylet and agents 480 MiB, controller 120, router 140; a
-# worker beyond its weights and KV (Python, torch, UCX, buffers of the weights' conversion) 600.
-_CLUSTER_BYTES = 740 * _MIB
+# Resident sizes measured on x86-64 Linux, 2 cores: Ray's head with raylet and agents 480 MiB, its node 200, controller 120,
+# router 140; a worker beyond its weights and KV (Python, torch, UCX, buffers of the weights' conversion) 600.
+_CLUSTER_BYTES = 800 * _MIB
+_ROUTER_BYTES = 140 * _MIB
 _WORKER_BYTES = 600 * _MIB
-# Ray's object store (80 MB, touched only when used) stays in /dev/shm, as do UCX's queues: 20 MiB per worker and peer at most.
-_RAY_SHM_BYTES = 80_000_000
+# Ray's two object stores (80 MB each, touched only when used) stay in /dev/shm, as do UCX's queues: 20 MiB per worker and peer
+# at most.
+_RAY_SHM_BYTES = 2 * 80_000_000
 _UCX_SHM_BYTES = 20 * _MIB
 
 
@@ -70,7 +72,7 @@ def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None
     weights = num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
     pools = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
     kv = sum(size * _kv_bytes(config, role, spec) for role, size in pools)
-    need = _CLUSTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv
+    need = _CLUSTER_BYTES + config.router.processes * _ROUTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv
     if need > available:
         raise ConfigError(
             f"{num_workers} workers need about {need / 2**30:.1f} GiB of memory ({weights / 2**30:.1f} GiB weights each,"

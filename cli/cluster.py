@@ -76,7 +76,7 @@ class Cluster:
         # Ray puts Unix sockets below it, and their paths end at 107 bytes: a short folder, not the run folder.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="baton-ray-"))
         self._guard = Guard(self._temp_dir)
-        self._write_configs()
+        self._write_configs(self._temp_dir)
         for title, parts in self._plan(self._temp_dir):
             with step(title):
                 self._start_parts(parts)
@@ -84,28 +84,23 @@ class Cluster:
         self._await_router()
 
     def _plan(self, temp_dir: Path) -> list[tuple[str, list[Part]]]:
-        """The parts in the order of their start, those of one step together."""
-        names, started = self._router_names(), "workers and running calls go on without it"
-        routers = [
-            self._module(n, "router.main", self.folder.router_file(n), _MEANWHILE_ROUTER[len(names) > 1]) for n in names
-        ]
+        """The parts in the order of their start, those of one step together: they wait for each other by themselves."""
+        go_on = "workers and running calls go on without it"
+        orders = f"{go_on}, but nobody takes orders"
         head = ray_head.head_command(self._ray_port, temp_dir)
-        node = ray_head.node_command(f"{LOOPBACK}:{self._ray_port}", os.cpu_count() or 1)
+        node = ray_head.node_command(f"{LOOPBACK}:{self._ray_port}", temp_dir, os.cpu_count() or 1)
+        names = self._router_names()
+        rest = "the others take new ones" if len(names) > 1 else "new ones are refused"
+        meanwhile = f"its calls are broken off, {rest}"
+        others = [
+            self._ray("ray-node", node, "its workers end with it, and calls wait for new ones"),
+            self._module("controller", "router.controller.main", self.folder.config_file, orders),
+            *(self._module(name, "router.main", self.folder.router_file(name), meanwhile) for name in names),
+        ]
+        what = "the router" if len(names) == 1 else f"{len(names)} routers"
         return [
-            ("Starting Ray", [self._ray("ray", head, started)]),
-            ("Starting Ray's node", [self._ray("ray-node", node, "its workers end with it, and calls wait for them")]),
-            (
-                "Starting the controller",
-                [
-                    self._module(
-                        "controller",
-                        "router.controller.main",
-                        self.folder.config_file,
-                        f"{started}, no orders are taken",
-                    )
-                ],
-            ),
-            (f"Starting the router{'s' * (len(routers) > 1)}", routers),
+            ("Starting Ray", [self._ray("ray", head, go_on)]),
+            (f"Starting Ray's node, the controller and {what}", others),
         ]
 
     def _ray(self, name: str, command: list[str], meanwhile: str) -> Part:
@@ -179,10 +174,13 @@ class Cluster:
             if not self._ports.hold(port):
                 raise ConfigError(f"port {port} was taken a moment ago; choose another with {flag}", field=flag)
 
-    def _write_configs(self) -> None:
+    def _write_configs(self, temp_dir: Path) -> None:
         """What each process reads, at its start and at every later one."""
         controller = dataclasses.replace(
-            self.config.controller, ray_address=f"{LOOPBACK}:{self._ray_port}", run_dir=str(self.folder.path)
+            self.config.controller,
+            ray_address=f"{LOOPBACK}:{self._ray_port}",
+            ray_node_dir=str(ray_head.node_dir(temp_dir)),
+            run_dir=str(self.folder.path),
         )
         self.config = dataclasses.replace(self.config, controller=controller)
         write_private(self.folder.config_file, to_json(self.config))
@@ -301,12 +299,6 @@ class Cluster:
         """Somebody else took the port since it was given up."""
         pid = listener_pid(port)
         return pid is not None and pid not in living_pids(self._sessions)
-
-
-_MEANWHILE_ROUTER = (  # by whether there are others
-    "its calls are broken off and new ones are refused",
-    "its calls are broken off, the other routers take new ones",
-)
 
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:

@@ -119,7 +119,9 @@ class _RayFleet:
         log_dir = str(Path(config.run_dir, LOGS_DIR))
         placement = Placement(config.worker_num_cpus, config.worker_server, config.worker_start_timeout_s, log_dir)
         try:
-            pools = await loop.run_in_executor(self._threads, RayPools, config.ray_address, placement)
+            pools = await loop.run_in_executor(
+                self._threads, RayPools, config.ray_address, config.ray_node_dir, placement
+            )
             self._pools = pools
             await loop.run_in_executor(self._threads, pools.check_fits, len(self._workers))
         except (BatonError, ConnectionError) as error:

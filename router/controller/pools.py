@@ -44,19 +44,20 @@ class RayPools:
         ConnectionError: Ray is away.
     """
 
-    def __init__(self, ray_address: str, placement: Placement) -> None:
+    def __init__(self, ray_address: str, node_dir: str, placement: Placement) -> None:
         self._placement = placement
         try:
             ray.init(
                 address=ray_address,
+                _temp_dir=node_dir or None,
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 configure_logging=False,
             )
-        except ConnectionError:
+        except (ConnectionError, RuntimeError) as error:
             ray.shutdown()
-            raise
+            raise ConnectionError(f"Ray is away: {_cause(error)}") from error
 
     def check_fits(self, num_workers: int) -> None:
         """Compare what the workers need with what Ray has, before asking it to wait for the impossible.

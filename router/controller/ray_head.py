@@ -53,9 +53,14 @@ def head_command(port: int, temp_dir: Path) -> list[str]:
     ]
 
 
-def node_command(head_address: str, num_cpus: int) -> list[str]:
-    """As the head's. Sockets and logs go to the head's folder."""
-    return [*_START, "--address", head_address, "--num-cpus", str(num_cpus)]
+def node_command(head_address: str, temp_dir: Path, num_cpus: int) -> list[str]:
+    """As the head's."""
+    return [*_START, "--address", head_address, "--temp-dir", str(node_dir(temp_dir)), "--num-cpus", str(num_cpus)]
+
+
+def node_dir(temp_dir: Path) -> Path:
+    """The node's own folder, by which a driver chooses it: one that is connected to the head's raylet ends, or hangs, with it."""
+    return temp_dir / "n"
 
 
 _START = (
