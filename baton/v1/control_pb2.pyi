@@ -271,9 +271,13 @@ class WorkerView(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     state: _builtins.str
+    """connecting | ready | draining | ejected"""
+    reason: _builtins.str
+    """of ejected"""
     @_builtins.property
     def load(self) -> _worker_pb2.Load: ...
     @_builtins.property
@@ -286,10 +290,11 @@ class WorkerView(_message.Message):
         state: _builtins.str = ...,
         load: _worker_pb2.Load | None = ...,
         links: _abc.Iterable[_worker_pb2.LinkStatus] | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "links", b"links", "load", b"load", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "links", b"links", "load", b"load", "reason", b"reason", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ def test_too_little_memory_says_how_much_and_what_to_lower() -> None:
 
 
 def test_a_block_count_replaces_the_memory_figure() -> None:
-    check_memory(ClusterConfig(engine=EngineConfig(num_blocks=64)), SMOLLM2, 3 << 30)
+    check_memory(ClusterConfig(engine=EngineConfig(num_blocks=64)), SMOLLM2, 7 << 29)
 
 
 def test_too_little_shared_memory_says_how_to_enlarge_it() -> None:
