@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Sequence
 
-from tokenizers import Tokenizer as HFTokenizer
+from router.session_cache import PieceEncoder
 
 _MARK_CHARS = 8  # of 256 values each: 64 bits nobody can guess
 _PRIVATE_USE = 0xE000  # Unicode's private use area, where no special token has its name
@@ -39,9 +38,12 @@ class UntrustedText:
         self._names = sorted(self._ids, key=len, reverse=True)  # a longer name may contain a shorter one
         self._beginnings = {name[:length] for name in self._names for length in range(1, len(name))}
         self._longest = max(map(len, self._names), default=0)
+        self._first = {name[0] for name in self._names if name}
 
     def mask(self, text: str, mark: str) -> str:
         """Break every name in `text`, also one that only begins at its end; unchanged where there is none."""
+        if not any(first in text for first in self._first):
+            return text
         for name in self._names:
             while len(name) > 1 and name in text:  # again: a name may overlap itself
                 text = text.replace(name, name[0] + mark + name[1:])
@@ -50,25 +52,25 @@ class UntrustedText:
             text = body + mark + text[len(body) :]
         return text
 
-    def encode(self, rendered: str, mark: str) -> list[int]:
-        """Token ids of a rendered prompt with masked messages; whole names are the template's."""
-        hf, aliases, ids = self._renamed
+    def encode(self, rendered: str, mark: str, salt: bytes = b"") -> list[int]:
+        """Token ids of a rendered prompt with masked messages; whole names are the template's. `salt` is the tenant's."""
+        encoder, aliases, ids = self._renamed
         for name in self._names:
             rendered = rendered.replace(name, aliases[name])
-        encoded: Sequence[int] = hf.encode(rendered.replace(mark, ""), add_special_tokens=False).ids
+        encoded = encoder.begin(rendered.replace(mark, ""), salt).finish()
         return [ids.get(token_id, token_id) for token_id in encoded]
 
     @functools.cached_property
-    def _renamed(self) -> tuple[HFTokenizer, dict[str, str], dict[int, int]]:
+    def _renamed(self) -> tuple[PieceEncoder, dict[str, str], dict[int, int]]:
         """The second tokenizer, name -> alias, and the ids it gives to aliases -> the real ones. Made at first need."""
         aliases = {name: unguessable() for name in self._names}
         data = json.loads(self._tokenizer_json)
         for added in data["added_tokens"]:
             added["content"] = aliases.get(added["content"], added["content"])
-        hf = HFTokenizer.from_str(json.dumps(data))
+        encoder = PieceEncoder(json.dumps(data))
         ids: dict[int, int] = {}
         for name, alias in aliases.items():
-            token_id = hf.token_to_id(alias)
+            token_id = encoder.id_of(alias)
             assert token_id is not None
             ids[token_id] = self._ids[name]
-        return hf, aliases, ids
+        return encoder, aliases, ids
