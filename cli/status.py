@@ -1,5 +1,5 @@
-"""`baton status`: workers, their load and links, SLO classes and verdicts of a running cluster; --kv for the KV plane alone;
---json for programs.
+"""`baton status`: processes, workers, their load and links, SLO classes and verdicts of a running cluster; --kv for the KV plane
+alone; --json for programs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from cli.kv_status import refused_pairs, show_kv
+from cli.run_folder import ClusterRecord
 from cli.running import RunningCluster, add_cluster_flag
 from cli.terminal import output, table
 
@@ -28,6 +29,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cluster = RunningCluster.find(args.admin_port)
+    if not args.kv and not args.json:
+        _show_processes(cluster.record)  # before anybody is asked: the controller may be one that is away
     workers = cluster.get("/admin/v1/workers")
     if args.kv and not args.json:
         show_kv(workers)
@@ -50,7 +53,24 @@ def _record_json(cluster: RunningCluster) -> dict[str, object]:
         "grpc_port": record.grpc_port,
         "admin_port": record.admin_port,
         "pids": record.pids,
+        "process_ports": record.process_ports,
+        "states": record.states,
+        "num_ends": record.num_ends,
     }
+
+
+def _show_processes(record: ClusterRecord) -> None:
+    rows = [
+        [
+            name,
+            str(pid),
+            record.states.get(name, ""),
+            str(record.num_ends.get(name, 0)),
+            str(record.process_ports.get(name, "-")),
+        ]
+        for name, pid in record.pids.items()
+    ]
+    table("Processes", ["process", "pid", "state", "ended and started again", "metrics port"], rows)
 
 
 # The functions below read JSON of our own endpoint, of the same version as this command.
@@ -63,6 +83,8 @@ def _show_workers(answer: dict[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker["reason"]:
             output.print(f"{worker['worker_id']}: {worker['reason']}", markup=False, soft_wrap=True)
+        for router, reason in worker["ejected"].items():
+            output.print(f"{worker['worker_id']} gets no calls from {router}: {reason}", markup=False, soft_wrap=True)
 
 
 def _worker_row(worker: dict[str, Any], load: dict[str, Any] | None) -> list[str]:

@@ -91,6 +91,7 @@ class ControlClient:
                     worker_id=endpoint.worker_id,
                     epoch=endpoint.session.epoch,
                     state=endpoint.state,
+                    reason=endpoint.health.reason if endpoint.state == "ejected" else "",
                     load=endpoint.session.view.load if endpoint.session.view else None,
                     links=endpoint.session.view.links.values() if endpoint.session.view else (),
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Depends
 
@@ -24,7 +25,8 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
 
     @api.get("/workers", dependencies=[view])
     async def workers() -> dict[str, object]:
-        members = [_member_json(controller, member) for member in controller.fleet.members()]
+        ejections = _ejections(controller)
+        members = [_member_json(controller, member, ejections) for member in controller.fleet.members()]
         return {"fleet_version": controller.fleet.version, "workers": members}
 
     @api.get("/pools", dependencies=[view])
@@ -38,22 +40,26 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
     @api.post("/workers/{worker_id}:drain")
     async def drain(worker_id: str, who: str = operate) -> dict[str, object]:
         log.info("drain", worker=worker_id, who=who)
-        return _member_json(controller, await controller.drain(worker_id, True))
+        return _member_json(controller, await controller.drain(worker_id, True), _ejections(controller))
 
     @api.post("/workers/{worker_id}:undrain")
     async def undrain(worker_id: str, who: str = operate) -> dict[str, object]:
         log.info("undrain", worker=worker_id, who=who)
-        return _member_json(controller, await controller.drain(worker_id, False))
+        return _member_json(controller, await controller.drain(worker_id, False), _ejections(controller))
 
     @api.post("/workers/{worker_id}:set_role")
     async def set_role(worker_id: str, body: SetRole, who: str = operate) -> dict[str, object]:
         log.info("set_role", worker=worker_id, role=body.role, who=who)
-        return _member_json(controller, await controller.set_role(worker_id, Role[body.role.upper()]))
+        return _member_json(
+            controller, await controller.set_role(worker_id, Role[body.role.upper()]), _ejections(controller)
+        )
 
     return api
 
 
-def _member_json(controller: Controller, member: Member) -> dict[str, object]:
+def _member_json(
+    controller: Controller, member: Member, ejections: Mapping[str, Mapping[str, str]]
+) -> dict[str, object]:
     view = controller.view(member.worker_id)
     return {
         "worker_id": member.worker_id,
@@ -65,10 +71,21 @@ def _member_json(controller: Controller, member: Member) -> dict[str, object]:
         "pid": member.pid,
         "num_restarts": member.num_restarts,
         "fingerprint": member.fingerprint,
+        "ejected": ejections.get(member.worker_id, {}),  # by router: why it gives this worker no calls
         "load": _load_json(view.load) if view else None,
         "links": [_link_json(link) for link in view.links.values()] if view else [],
         "kv": _kv_json(view.kv) if view and view.kv else None,
     }
+
+
+def _ejections(controller: Controller) -> dict[str, dict[str, str]]:
+    """Worker -> router -> why that router gives it no calls."""
+    ejections: dict[str, dict[str, str]] = {}
+    for report in controller.fresh_reports():
+        for view in report.workers:
+            if view.state == "ejected":
+                ejections.setdefault(view.worker_id, {})[report.router_id] = view.reason
+    return ejections
 
 
 def _load_json(load: worker_pb2.Load) -> dict[str, object]:

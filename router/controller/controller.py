@@ -31,6 +31,7 @@ log = get_log("controller")
 
 _CONTROLLER_SEQ = 0  # routers' epochs are never 0, so no sequence has this number: it addresses the worker itself
 _ORDER_S = 5.0  # a worker answers an order within a step and a heartbeat (0.5 s); ten times that is a stuck one
+_FRESH_S = 5.0  # routers report each second
 _MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
 
 
@@ -214,6 +215,11 @@ class Controller:
     def reports(self) -> list[HeardReport]:
         """The last one of each router, the freshest last."""
         return list(self._reports.values())
+
+    def fresh_reports(self) -> list[control_pb2.RouterReport]:
+        """Of routers that live: those heard of a moment ago."""
+        oldest_s = time.monotonic() - _FRESH_S
+        return [heard.report for heard in self._reports.values() if heard.at_s > oldest_s]
 
     def verdicts(self) -> dict[str, control_pb2.ClassVerdicts]:
         """Totals per class over all routers heard of since this controller started; each reports those of its life."""

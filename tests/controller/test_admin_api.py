@@ -206,3 +206,18 @@ async def test_the_configuration_is_shown_without_secrets(admin: httpx.AsyncClie
     answer = await admin.get("/admin/v1/config")
     assert answer.json()["router"]["http_port"] == ClusterConfig().router.http_port
     assert all(token.secret not in answer.text for token in TOKENS)
+
+
+async def test_a_worker_that_a_router_ejected_is_listed_with_router_and_reason(
+    plane: ControlPlane, admin: httpx.AsyncClient
+) -> None:
+    for name in ("decode-0", "decode-1"):
+        plane.controller.expect(name, Role.DECODE)
+    views = [
+        control_pb2.WorkerView(worker_id="decode-0", state="ejected", reason="3 calls in a row failed: boom"),
+        control_pb2.WorkerView(worker_id="decode-1", state="ready"),
+    ]
+    plane.controller.report(control_pb2.RouterReport(router_id="r1", workers=views))
+    bad, good = (await admin.get("/admin/v1/workers")).json()["workers"]
+    assert bad["ejected"] == {"r1": "3 calls in a row failed: boom"}
+    assert good["ejected"] == {}
