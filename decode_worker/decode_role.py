@@ -7,10 +7,11 @@
 
 A ticket is adopted at most once. It is given up on cancel, on a lost link, router or deadline, and when no link ping has
 renewed it for a lease. The prefill worker is told (TicketLost) unless it asked. Pings say what it knows of its tickets; what
-it has missed is said again. The router hears of 3 only from here and of 1 and 2 from the prefill worker. Blocks are dropped
-once, after the KV plane has said that it writes them no more. A cancel that overtakes its Reserve leaves a tombstone for one
-lease. What it caches is lent to whoever asks over a link (worker/block_lender.py). Runs on the worker's event loop; never
-blocks.
+it has missed is said again. The router hears of 3 only from here, of 1 and 2 from the prefill worker; but where the link to
+that one breaks, it is told at once that the sequence never came (Refused): prefill may be dead, and can say nothing. Blocks
+are dropped once, after the KV plane has said that it writes them no more. A cancel that overtakes its Reserve leaves a
+tombstone for one lease. What it caches is lent to whoever asks over a link (worker/block_lender.py). Runs on the worker's
+event loop; never blocks.
 """
 
 from __future__ import annotations
@@ -284,6 +285,8 @@ class DecodeRole:
     def on_link_lost(self, peer: str, error: BatonError) -> None:
         for decode in list(self._open.values()):
             if decode.peer == peer and decode.state in (State.RESERVING, State.GRANTED):
+                lost = TransferFailed(f"the link to the prefill worker broke: {error.message}")
+                self._ports.sessions.refused(decode.request.seq, lost)
                 self._close(decode)
         self._lender.on_link_lost(peer)
 

@@ -36,6 +36,7 @@ from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
 from router.resume import ResumableCalls, Resumed, replay, resumption
+from router.prefix_index import Hashes
 from router.retry_budget import RetryBudget
 from router.slo_watch import SloWatch
 from router.tenants import Tenant
@@ -62,6 +63,7 @@ class Call:
     def __init__(
         self,
         spec: CallSpec,
+        slo: SLO,
         request: Request,
         deadline_s: float,
         arrival_s: float,
@@ -71,10 +73,12 @@ class Call:
         resumed: Resumed | None = None,
     ) -> None:
         self.spec = spec
+        self.slo = slo  # in force when it came
         self.request = request  # of choice 0, without a seq
         self.request_id = request.request_id
         self.prompt_tokens = len(request.token_ids)
         self.reports = [SequenceReport() for _ in range(spec.sampling.n or 1)]
+        self.hashes: Hashes = {}  # of the prompt's blocks
         self.place = place
         self.deadline_s = deadline_s
         self.arrival_s = arrival_s
@@ -343,7 +347,8 @@ class Calls:
             resumed.found.request if resumed is not None else await self._request(spec, slo, arrival_s, deadline_s)
         )
         backlog_bytes = self._config.client_backlog_bytes
-        call = Call(spec, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed)
+        call = Call(spec, slo, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed)
+        call.hashes = await self._fleet.hash_prompt(request)
         place.arrive(self._turn(call, slo), call.reports)
         if request.resumption is not None:
             self.resumable.add(request.resumption.key, call)
@@ -355,7 +360,7 @@ class Calls:
         return Turn(
             tenant=call.spec.tenant,
             band=request.priority,
-            tokens=len(request.token_ids),
+            tokens=len(request.token_ids) - self._fleet.cached_tokens(call.hashes),
             since_s=call.arrival_s,
             slo_class=slo.name,
             ttft_s=slo.ttft_ms / 1e3,
@@ -417,7 +422,10 @@ class Calls:
             call.deadline_s,
             self._config.unavailable_wait_s,
             session_id=call.spec.labels.session_id,
+            ttft_ms=call.slo.ttft_ms,
+            tpot_ms=call.slo.tpot_ms,
             prefer=prefer,
+            hashes=call.hashes,
         )
         try:
             if call.resumed is not None:

@@ -46,6 +46,7 @@ from router.events import (
 from router.fleet import Endpoint, Fleet, Placed
 from router.holds import Hold
 from router.placement import Demand, NoPlace
+from router.prefix_index import Hashes
 from router.retry_budget import RetryBudget
 
 log = get_log("router.handoff")
@@ -80,7 +81,10 @@ class SequenceJob:
     deadline_s: float  # monotonic
     unavailable_wait_s: float  # how long to wait for a worker to come up, within the deadline
     session_id: str = ""  # of the conversation
+    ttft_ms: float = 0.0  # targets of the call; 0 = none
+    tpot_ms: float = 0.0
     prefer: str = ""  # a prefill worker that has the prompt in its cache
+    hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already
 
 
 def _nothing() -> None:
@@ -180,9 +184,7 @@ class Sequences:
             report.num_retries += 1
             if report.num_tokens:  # only the model that made them may go on
                 fingerprint = fingerprint or attempt.fingerprint
-            if (
-                report.num_tokens == num_before
-            ):  # a stream that ran is moved at once, a failure that repeats itself is not
+            if report.num_tokens == num_before:  # else a stream ran, which is to pause as little as can be
                 pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
                 await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
 
@@ -200,12 +202,19 @@ class Sequences:
         demand = Demand(
             num_tokens,
             num_tokens + request.num_tokens_left,
-            await self._fleet.hash_prompt(request),
+            await self._hashes(job, request),
             fingerprint=fingerprint,
+            session_id=job.session_id,
+            ttft_ms=job.ttft_ms,
+            tpot_ms=job.tpot_ms,
+            deadline_s=max(0.0, job.deadline_s - time.monotonic()),
         )
         placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
         request = replace(request, seq=next(self._seqs))
         return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
+
+    async def _hashes(self, job: SequenceJob, request: Request) -> Hashes:
+        return await self._fleet.hash_prompt(request) if request.num_output_tokens or not job.hashes else job.hashes
 
     def _may_move(self, attempt: Attempt, avoid: frozenset[str], report: SequenceReport, error: BatonError) -> bool:
         if isinstance(error, SinkFailed) or report.num_retries >= MAX_MOVES:
@@ -251,6 +260,8 @@ class Attempt:
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
         self._may_hold: set[str] = set()  # workers that were not seen to end the sequence
         self._is_first = True  # the next token is this attempt's first
+        self._submitted_s = 0.0
+        self._queued_tokens = 0  # on prefill when it was submitted, its own included
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
         self._hold = Hold(0, 0)  # of prefill
@@ -286,6 +297,7 @@ class Attempt:
             self.fingerprint = self._prefill.session.view.opened.fingerprint
         now_s = time.monotonic()
         deadline = loop.call_later(max(0.0, self._deadline_s - now_s), self.put, TimeIsUp())
+        self._submitted_s, self._queued_tokens = now_s, self._prefill.ledger.waiting_tokens
         if not report.num_tokens:
             report.submitted_s = now_s
         report.prefill_worker, report.decode_worker = self._prefill.worker_id, self._decode.worker_id
@@ -314,11 +326,13 @@ class Attempt:
                 case SequenceEnded():
                     self._on_ended(event)
                 case SequenceRefused(worker, error) | GaveUp(worker, error):
+                    self._blame(worker, error)
                     self._on_lost(worker, error)
                 case WorkerGone(worker, reason):
                     self._on_lost(worker, WorkerLost(f"{self._part(worker)} worker {worker} was lost: {reason}"))
                 case HandoffLost(error, reroute):
                     if reroute == self._num_reroutes:  # else of a decode worker that was left already
+                        self._blame(self._decode.worker_id, error)
                         self._on_lost(self._decode.worker_id, error)
                 case HoleIsOld(index):
                     self._on_old_hole(index)
@@ -395,6 +409,7 @@ class Attempt:
         if self._is_first:
             self._is_first = False
             self._hold.waiting_tokens = 0
+            self._prefill.health.first_token(self._queued_tokens, now_s - self._submitted_s)
         report.last_token_s = now_s
         report.token_ids.append(token_id)
 
@@ -421,16 +436,21 @@ class Attempt:
             first = index == self._request.num_output_tokens  # of this attempt: prefill samples it
             worker = self._prefill if first else self._decode
             self.blamed = worker.worker_id
-            raise WorkerLost(f"worker {worker.worker_id} left out token {index} for over {HOLE_S:g} s")
+            error = WorkerLost(f"worker {worker.worker_id} left out token {index} for over {HOLE_S:g} s")
+            self._blame(self.blamed, error)
+            raise error
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _on_ended(self, event: SequenceEnded) -> None:
         self._may_hold.discard(event.worker)
+        if event.outcome in (worker_pb2.OUTCOME_HANDED_OFF, worker_pb2.OUTCOME_FINISHED):
+            self._endpoint(event.worker).health.succeeded(time.monotonic())
         if event.worker == self._prefill.worker_id:
             self._count(event)
         if event.outcome == worker_pb2.OUTCOME_FAILED:
             assert event.error is not None
+            self._blame(event.worker, event.error)
             self._on_lost(event.worker, event.error, adopted=True)
         elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
             self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"), adopted=True)
@@ -514,6 +534,13 @@ class Attempt:
         if endpoint.worker_id in self._may_hold:
             self._may_hold.discard(endpoint.worker_id)
             session.cancel(self._request.seq, park=self._request.resumption is not None)
+
+    def _blame(self, worker: str, error: BatonError) -> None:
+        """Note a failure of a worker's own; the loss of a Session is noted where it is lost."""
+        self._endpoint(worker).health.failed(error, time.monotonic())
+
+    def _endpoint(self, worker: str) -> Endpoint:
+        return self._prefill if worker == self._prefill.worker_id else self._decode
 
     def _on_late_adoption(self) -> None:
         """Between adoption and token 1 lies one step of decode: who is silent for longer has not got the KV."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.errors import WorkerLost
 from baton.request import FinishReason, Request, SampledToken, SamplingParams
 from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import request_to_pb
@@ -206,4 +207,23 @@ def test_a_prefill_worker_cannot_end_what_decode_has_adopted(desk: Desk) -> None
     desk.hear(cancel=kv_pb2.CancelTicket(seq=SEQ, generation=1, reason="transfer_failed"))
     desk.role.on_step(StepResult(2, tokens=[SampledToken(SEQ, 1, 5)]))
     assert [token.index for token in desk.notes.tokens] == [1]
+    assert desk.role.num_open() == 1
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_where_the_link_breaks_the_router_is_told_that_the_sequence_never_came(desk: Desk, granted: bool) -> None:
+    if granted:
+        desk.grant()
+    else:
+        desk.reserve()
+    desk.role.on_link_lost(PEER, WorkerLost("it died"))
+    ((seq, error),) = desk.notes.refused_
+    assert (seq, error.code) == (SEQ, "transfer_failed")
+    assert "it died" in error.message
+
+
+def test_a_sequence_that_was_adopted_outlives_its_prefill_worker(desk: Desk) -> None:
+    desk.run()
+    desk.role.on_link_lost(PEER, WorkerLost("it died"))
+    assert desk.notes.refused_ == []
     assert desk.role.num_open() == 1

@@ -172,7 +172,7 @@ class RigRouter:
     def reroute(self, call: Call, decode: str) -> None:
         """Have prefill ship to another decode worker; the one before, which may have adopted it, is told to end."""
         worker = self.cluster.workers[decode]
-        if worker is not call.decode.worker:
+        if worker is not call.decode.worker or call.decode.is_over:
             self.cancel_decode(call)
             call.left.append(call.decode)
             call.decode = Part(worker)
