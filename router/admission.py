@@ -348,6 +348,8 @@ class Admission:
         self.leave(turn, now_s)
         what = "deadline" if turn.misses is Reason.DEADLINE else "TTFT target"
         message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {what}"
+        if turn.misses is Reason.DEADLINE:
+            return Shed(turn.misses, message, 0.0)
         return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))
 
     # -- 4 and gone --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.applications import Starlette
@@ -50,6 +50,16 @@ SLICE_S = 0.002  # of a page's making in one turn of the loop: a tenth of the ga
 LINES_PER_LOOK = 32  # at the clock; they take 30 us
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A request whose sender and body are known."""
+
+    exchange: Exchange
+    fields: Mapping[str, str]  # headers
+    tenant: Tenant
+    body: object  # parsed JSON
+
+
 class JsonEndpoint:
     """POST with a JSON body: reads it, runs `answer`, says every error; a client that leaves cancels the answer.
 
@@ -60,7 +70,7 @@ class JsonEndpoint:
         self,
         max_body_bytes: int,
         tenant_of: Callable[[Mapping[str, str]], Tenant],
-        answer: Callable[[Scope, object, Exchange], Awaitable[None]],
+        answer: Callable[[Post], Awaitable[None]],
         on_refused: Callable[[BatonError], None] = lambda error: None,
     ) -> None:
         self._max_body_bytes = max_body_bytes
@@ -69,10 +79,10 @@ class JsonEndpoint:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
+        exchange, fields = exchange_of(scope), headers(scope)
         try:
-            scope["tenant"] = self._tenant_of(headers(scope))
-            body = await read_body(exchange, scope, receive, self._max_body_bytes)
+            tenant = self._tenant_of(fields)
+            text = await read_body(exchange, fields, receive, self._max_body_bytes)
         except (InvalidRequest, Unauthenticated) as error:
             self._on_refused(error)
             await refuse_unread(exchange, receive, error)
@@ -80,7 +90,7 @@ class JsonEndpoint:
         except ConnectionError:
             return
         try:
-            data = parse_json(body)
+            post = Post(exchange, fields, tenant, parse_json(text))
         except InvalidRequest as error:
             self._on_refused(error)
             send_error(exchange, error)
@@ -89,22 +99,23 @@ class JsonEndpoint:
         assert task is not None
         exchange.watch(on_gone=task.cancel)
         try:
-            await self._run(scope, data, exchange)
+            await self._run(post, scope["path"])
         except asyncio.CancelledError:
             if not exchange.gone:
                 raise
             task.uncancel()
 
-    async def _run(self, scope: Scope, data: object, exchange: Exchange) -> None:
+    async def _run(self, post: Post, path: str) -> None:
+        exchange = post.exchange
         try:
             if exchange.behind:  # with an earlier answer on this connection: its memory is bounded by one
                 await exchange.caught_up()
             if not exchange.gone:
-                await self._answer(scope, data, exchange)
+                await self._answer(post)
         except BatonError as error:
             _say(exchange, error)
         except Exception:
-            log.exception("request_failed", path=scope["path"])
+            log.exception("request_failed", path=path)
             _say(exchange, Internal("an internal error ended the call"))
 
 
@@ -124,24 +135,23 @@ class GenerationApi:
         self._calls = calls
         self._backlog_bytes = backlog_bytes
 
-    async def chat(self, scope: Scope, data: object, exchange: Exchange) -> None:
-        await self._generate("chat", ChatRequest, ChatReply, scope, data, exchange)
+    async def chat(self, post: Post) -> None:
+        await self._generate("chat", ChatRequest, ChatReply, post)
 
-    async def completions(self, scope: Scope, data: object, exchange: Exchange) -> None:
-        await self._generate("completions", CompletionRequest, CompletionReply, scope, data, exchange)
+    async def completions(self, post: Post) -> None:
+        await self._generate("completions", CompletionRequest, CompletionReply, post)
 
     async def _generate(
         self,
         api: str,
         kind: type[ChatRequest] | type[CompletionRequest],
         reply_kind: type[ChatReply] | type[CompletionReply],
-        scope: Scope,
-        data: object,
-        exchange: Exchange,
+        post: Post,
     ) -> None:
+        exchange = post.exchange
         try:
-            body = parse(kind, data)
-            spec = replace(body.spec(labels_from(headers(scope))), tenant=scope["tenant"])
+            body = parse(kind, post.body)
+            spec = replace(body.spec(labels_from(post.fields)), tenant=post.tenant)
         except BatonError as error:
             self._calls.refused(api, error)
             raise
@@ -197,8 +207,8 @@ class TokenApi:
             spec.max_model_len
         )  # text certain to exceed it is refused unread: 4 MB would take a thread for 2 s
 
-    async def tokenize(self, scope: Scope, data: object, exchange: Exchange) -> None:
-        body = parse(TokenizeRequest, data)
+    async def tokenize(self, post: Post) -> None:
+        body = parse(TokenizeRequest, post.body)
         self._check_model(body.model)
         prompt = body.one()
         if isinstance(prompt, ChatPrompt):
@@ -207,13 +217,13 @@ class TokenApi:
         else:
             check_text(prompt.field, prompt.text)
             ids = await self._tokenizer.encode(prompt.text, field=prompt.field, max_tokens=self._max_tokens)
-        send_json(exchange, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
+        send_json(post.exchange, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
 
-    async def detokenize(self, scope: Scope, data: object, exchange: Exchange) -> None:
-        body = parse(DetokenizeRequest, data)
+    async def detokenize(self, post: Post) -> None:
+        body = parse(DetokenizeRequest, post.body)
         self._check_model(body.model)
         check_token_ids("tokens", body.tokens, self._spec.vocab_size)
-        send_json(exchange, 200, {"prompt": self._tokenizer.decode(body.tokens)})
+        send_json(post.exchange, 200, {"prompt": self._tokenizer.decode(body.tokens)})
 
     def _check_model(self, model: str) -> None:
         if model and model != self._spec.name:
