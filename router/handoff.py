@@ -25,7 +25,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, PeerRefused, Unavailable, WorkerLost
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    Overloaded,
+    PeerRefused,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2
@@ -536,8 +545,14 @@ class Attempt:
             session.cancel(self._request.seq, park=self._request.resumption is not None)
 
     def _blame(self, worker: str, error: BatonError) -> None:
-        """Note a failure of a worker's own; the loss of a Session is noted where it is lost."""
-        self._endpoint(worker).health.failed(error, time.monotonic())
+        """Note a failure of a worker, or of its dealings with the other one; the loss of a Session is noted where it is lost."""
+        now_s, first, second = time.monotonic(), self._prefill, self._decode
+        if self._local or isinstance(error, Internal):
+            self._endpoint(worker).health.failed(error, now_s)
+            return
+        for endpoint, peer in ((first, second), (second, first)):
+            if endpoint.worker_id == worker or isinstance(error, TransferFailed):  # whose fault is a transfer's?
+                endpoint.health.failed(error, now_s, peer.worker_id)
 
     def _endpoint(self, worker: str) -> Endpoint:
         return self._prefill if worker == self._prefill.worker_id else self._decode

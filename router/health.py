@@ -32,6 +32,7 @@ MAX_BACKOFF_S = (
     60.0  # then a worker that is mended in any way waits no longer than one that Ray starts afresh with its model
 )
 FORGIVEN_S = 60.0  # healthy for as long as the longest backoff: the next ejection is a first one again
+BURST_S = 0.25  # failures of one pair within it are one event: what a lost link ends, it ends in one turn of a loop
 LOSSES = 3  # of the Session, within LOSS_WINDOW_S: one is a restart, two a restart that failed once
 LOSS_WINDOW_S = 120.0  # holds three restarts of 9 s (DESIGN section 10) and some service between them
 PACE_WINDOW_S = 5.0
@@ -75,6 +76,7 @@ class Health:
         self._closed_s = 0.0
         self._num_openings = 0  # since it was last forgiven
         self._failed: deque[bool] = deque(maxlen=WINDOW_CALLS)
+        self._pair_failed_s: dict[str, float] = {}  # by peer: the last time that the pair failed
         self._losses_s: deque[float] = deque(maxlen=LOSSES)
         self._demoted_until_s = 0.0
         self._slow_windows = 0
@@ -87,13 +89,20 @@ class Health:
         if self._is_open and now_s >= self._until_s:
             self._is_open, self.ejected, self._closed_s = False, False, now_s
 
-    def failed(self, error: BatonError, now_s: float) -> None:
+    def failed(self, error: BatonError, now_s: float, peer: str = "") -> None:
         """A sequence failed, and this worker is the one to blame if anybody is: `error` says whether it counts.
 
-        What fails with a lost Session is that one event (`lost`), however many calls there were.
+        What fails with a lost Session is that one event (`lost`), however many calls there were. `peer`: whom it was dealing
+        with, where it may be that one's fault; what fails with one peer at once is one event, too, so that a decode worker
+        that dies does not take the trust in those along that were sending to it.
         """
         if not self._is_up or not is_worker_fault(error):
             return
+        if peer:
+            last_s = self._pair_failed_s.get(peer, -BURST_S)
+            self._pair_failed_s[peer] = now_s
+            if now_s - last_s < BURST_S:
+                return
         self._failed.append(True)
         if self._is_open:
             if now_s >= self._until_s:
@@ -113,6 +122,7 @@ class Health:
     def returned(self, now_s: float) -> None:
         """A new Session is open: a fresh start, unless it comes and goes."""
         self._is_up = True
+        self._pair_failed_s.clear()
         self._failed.clear()
         if len(self._losses_s) == LOSSES and now_s - self._losses_s[0] < LOSS_WINDOW_S:
             self._open(f"it was lost {LOSSES} times in {now_s - self._losses_s[0]:.0f} s", now_s)

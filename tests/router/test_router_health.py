@@ -182,6 +182,16 @@ def test_a_death_is_one_event_however_many_calls_it_ends() -> None:
     assert not pool.workers[0].is_open
 
 
+def test_a_dead_peer_is_one_event_for_those_that_were_sending_to_it_but_one_that_always_fails_is_not_spared() -> None:
+    pool = Pool(2)
+    for call in range(50):
+        pool.workers[0].failed(TransferFailed("d0 is gone"), 1.0 + 0.001 * call, peer="d0")
+    assert not pool.workers[0].is_open
+    for now_s in (2.0, 3.0):
+        pool.workers[0].failed(TransferFailed("no answer"), now_s, peer="d1")
+    assert pool.ejected == [0]
+
+
 def test_what_failed_before_a_restart_is_forgotten_with_it() -> None:
     pool = Pool(2)
     pool.crash(0, 1.0, times=2)
