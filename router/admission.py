@@ -283,13 +283,12 @@ class Admission:
         return CREDIT_S * rate * self._share(tenant) / tenant.weight if math.isfinite(rate) else 0.0
 
     def _appointment(self, turn: Turn, excess_s: float, now_s: float) -> float:
-        """When to come back; the next one of this tenant is told a later time."""
+        """When to come back: once as much as it needs is done of what is too much now. The next of its tenant is told later."""
         name = turn.tenant.name
-        until_s = max(self._appointments.get(name, 0.0), now_s + excess_s)
-        retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, until_s - now_s))
-        until_s += turn.tokens / (self._rate() * self._share(turn.tenant))
-        self._appointments[name] = min(until_s, now_s + MAX_RETRY_AFTER_S)
-        return retry_after_s
+        begin_s = max(self._appointments.get(name, 0.0), now_s + excess_s)
+        end_s = begin_s + turn.tokens / (self._rate() * self._share(turn.tenant))
+        self._appointments[name] = min(end_s, now_s + MAX_RETRY_AFTER_S)
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, end_s - now_s))
 
     # -- 2 -> 3 ------------------------------------------------------------------------------------------------------
 

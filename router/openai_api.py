@@ -27,7 +27,16 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
 from baton.model_spec import ModelSpec
-from router.asgi import headers, parse_json, read_body, refuse_unread, request_id_field, send_error, send_json
+from router.asgi import (
+    error_body,
+    headers,
+    parse_json,
+    read_body,
+    refuse_unread,
+    request_id_field,
+    send_error,
+    send_json,
+)
 from router.call import Call, Calls
 from router.call_events import ChoiceFinished, Piece, PieceSink
 from router.call_spec import ChatPrompt
@@ -242,6 +251,7 @@ class Pages:
         Gauge("baton_num_requests_inflight", "Calls at this router.", lambda: calls.num_inflight, metrics.registry)
 
     async def models(self, request: Request) -> Response:
+        self._calls.tenant(request.headers)
         model = {"id": self._spec.name, "object": "model", "created": self._started, "owned_by": "baton"}
         limits = self._fleet.limits()
         max_model_len = limits.max_model_len if limits else self._spec.max_model_len
@@ -288,7 +298,9 @@ def build_app(
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, page, methods=["GET"]) for path, page in gets.items()]
-    return Front(posts, Starlette(routes=routes, exception_handlers={HTTPException: _http_error}))
+    return Front(
+        posts, Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Unauthenticated: _no_key})
+    )
 
 
 class Front:
@@ -303,6 +315,11 @@ class Front:
         if scope["type"] == "http" and scope["method"] == "POST":
             app = self._posts.get(scope["path"], app)
         await app(scope, receive, send)
+
+
+async def _no_key(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Unauthenticated)
+    return JSONResponse(error_body(error), status_code=error.http_status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Parts of the router that know no clock and no socket: merging, admission, verdicts, labels."""
+"""Parts of the router that know no clock and no socket: merging, verdicts, labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from baton.errors import InvalidRequest
 from baton.request import FinishReason
 from baton.slo import Verdict
 from baton.v1 import control_pb2
-from router.admission import Admission, Shed
 from router.call_spec import CallLabels
 from router.handoff import Token, TokenMerge
 from router.labels import labels_from
@@ -38,24 +37,6 @@ def test_a_token_that_comes_early_is_a_hole_until_the_missing_one_comes() -> Non
 
 def _token(token_id: int) -> Token:
     return Token(token_id, FinishReason.NONE, None)
-
-
-def test_the_retry_hint_is_the_time_until_one_of_the_running_calls_ends() -> None:
-    admission = Admission(max_inflight=4, mean_call_s=40.0)
-    assert admission.decide(3) is None
-    shed = admission.decide(4)
-    assert isinstance(shed, Shed)
-    assert shed.retry_after_s == pytest.approx(10.0)
-    assert "the limit is 4" in shed.reason
-
-
-def test_the_retry_hint_follows_the_length_of_recent_calls() -> None:
-    admission = Admission(max_inflight=1)
-    for _ in range(200):
-        admission.observe(2.0)
-    shed = admission.decide(1)
-    assert isinstance(shed, Shed)
-    assert shed.retry_after_s == pytest.approx(2.0, rel=0.01)
 
 
 def test_new_targets_replace_the_old_set_and_an_empty_one_says_nothing() -> None:

@@ -1,0 +1,312 @@
+"""Admission without a clock or a fleet: what is let in, in which order, what is shed and when coming back helps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Turn
+from router.capacity import Lanes, Seats, WorkerLoad
+from router.tenants import OPEN, Tenant
+
+RATE = 1_000.0  # tokens per second of a prefill worker
+WINDOW_S = 0.02
+
+
+def bounds(
+    max_inflight: int = 1_000, max_queued: int = 1_000, *, by_forecast: bool = True, max_queued_tokens: int = 10**9
+) -> Bounds:
+    return Bounds(max_inflight, max_queued, max_queued_tokens, WINDOW_S, by_forecast)
+
+
+def prefill(name: str = "p0", rate: float = RATE, waiting_tokens: int = 0) -> WorkerLoad:
+    return WorkerLoad(name, True, False, rate, waiting_tokens, 0, 0.0, 64, 100_000, 0)
+
+
+def decode(
+    name: str = "d0", *, num_seqs: int = 0, max_seqs: int = 1_000, step_s: float = 0.0, per_seq_s: float = 0.0,
+    used: int = 0,
+) -> WorkerLoad:  # fmt: skip
+    return WorkerLoad(name, False, True, math.inf, 0, num_seqs, step_s, max_seqs, 1_000_000, used, per_seq_s)
+
+
+def turn(
+    tokens: int = 100,
+    tenant: Tenant = OPEN,
+    *,
+    since_s: float = 0.0,
+    band: int = 0,
+    ttft_s: float = 2.0,
+    tpot_s: float = 0.1,
+    class_tpot_s: float = 0.1,
+    timeout_s: float = 600.0,
+    num_seqs: int = 1,
+    max_tokens: int = 100,
+    min_tokens: int = 0,
+) -> Turn:
+    return Turn(
+        tenant, band, tokens, since_s, "interactive", ttft_s, tpot_s, class_tpot_s, since_s + timeout_s, num_seqs, tokens,
+        max_tokens, min_tokens,
+    )  # fmt: skip
+
+
+def admission(*loads: WorkerLoad, max_inflight: int = 1_000, max_queued: int = 1_000) -> Admission:
+    policy = Admission(bounds(max_inflight, max_queued))
+    policy.observe(loads or (prefill(), decode()), 0.0)
+    return policy
+
+
+def let_in(policy: Admission, call: Turn, now_s: float = 0.0) -> Turn:
+    assert policy.arrive(call, now_s) is None
+    return call
+
+
+def test_a_call_that_finds_a_free_lane_and_a_seat_goes_at_once() -> None:
+    policy = admission()
+    assert let_in(policy, turn()).released_s == 0.0
+    assert not policy.has_news
+
+
+def test_others_wait_until_the_lane_is_nearly_free_and_leave_in_order() -> None:
+    policy = admission()
+    first, second, third = (let_in(policy, turn(100)) for _ in range(3))
+    assert (first.released_s, second.released_s) == (0.0, None)
+    assert policy.due(0.1 - 2 * WINDOW_S) == ([], [])
+    assert policy.due(0.1 - WINDOW_S / 2)[0] == [second]
+    assert policy.due(0.1)[0] == []
+    assert policy.due(0.2)[0] == [third]
+
+
+def test_the_fleet_s_own_word_is_taken_when_it_comes() -> None:
+    policy = admission()
+    first, second = let_in(policy, turn(100)), let_in(policy, turn(100))
+    first.worker = "p0"
+    policy.began(first, 0.03)
+    policy.observe((prefill(), decode(num_seqs=1)), 0.03)
+    assert policy.due(0.03)[0] == [second]
+
+
+def test_work_that_other_routers_gave_a_lane_counts() -> None:
+    policy = admission(prefill(waiting_tokens=1_000), decode())
+    call = let_in(policy, turn())
+    assert call.released_s is None
+    policy.observe((prefill(waiting_tokens=0), decode()), 0.5)
+    assert policy.due(0.5)[0] == [call]
+
+
+def test_a_fleet_of_unknown_speed_is_not_second_guessed() -> None:
+    policy = admission(prefill(rate=math.inf), decode())
+    assert all(let_in(policy, turn(50_000)).released_s == 0.0 for _ in range(50))
+
+
+def test_where_nobody_is_ready_placement_has_the_word() -> None:
+    for loads in ((), (prefill(),), (decode(),)):
+        policy = Admission(bounds())
+        policy.observe(loads, 0.0)
+        assert let_in(policy, turn()).released_s == 0.0
+
+
+def test_a_wait_that_would_miss_the_target_is_shed_with_the_time_at_which_it_would_not() -> None:
+    policy = admission()
+    for _ in range(15):
+        let_in(policy, turn(100))
+    shed = policy.arrive(turn(100), 0.0)  # 1.5 s of work, of which 0.8 x 1.9 s may be waited
+    assert shed is None
+    shed = policy.arrive(turn(100), 0.0)
+    assert shed is not None
+    assert shed.reason is Reason.TTFT
+    assert shed.retry_after_s == MIN_RETRY_AFTER_S
+    assert "TTFT target" in shed.message
+
+
+def test_who_comes_back_when_told_is_let_in() -> None:
+    policy = admission()
+    first, *_ = (let_in(policy, turn(100)) for _ in range(16))
+    first.worker = "p0"
+    hints = []
+    for _ in range(40):
+        shed = policy.arrive(turn(100), 0.0)
+        assert shed is not None
+        hints.append(shed.retry_after_s)
+    assert hints == sorted(hints)  # appointments follow each other: not all come back at once
+    assert hints[-1] > 3.0
+    now_s = done_s = 0.0
+    running = [first]
+    for hint in hints:
+        while now_s < hint:
+            now_s += 0.01
+            policy.observe((prefill(), decode()), now_s)
+            released, shed_late = policy.due(now_s)
+            assert not shed_late
+            for call in released:
+                call.worker = "p0"
+                running.append(call)
+            if running and now_s - max(running[0].released_s or 0.0, done_s) >= 0.1 - 1e-9:
+                done, done_s = running.pop(0), now_s
+                policy.began(done, now_s)
+                policy.leave(done, now_s)
+        assert policy.arrive(turn(100, since_s=now_s), now_s) is None
+
+
+def test_a_hint_never_promises_more_than_a_minute() -> None:
+    policy = admission()
+    for _ in range(16):
+        let_in(policy, turn(100))
+    hints = [shed.retry_after_s for _ in range(3_000) if (shed := policy.arrive(turn(100), 0.0))]
+    assert hints[-1] == MAX_RETRY_AFTER_S
+
+
+def test_a_prompt_too_long_for_its_target_is_served_in_slack_and_nowhere_else() -> None:
+    policy = admission()
+    assert let_in(policy, turn(5_000)).released_s == 0.0
+    shed = policy.arrive(turn(5_000), 0.0)
+    assert shed is not None
+    assert shed.reason is Reason.TTFT
+
+
+def test_targets_do_not_shed_where_that_is_switched_off() -> None:
+    policy = Admission(bounds(by_forecast=False))
+    policy.observe((prefill(), decode()), 0.0)
+    for _ in range(100):
+        let_in(policy, turn(1_000))
+    assert policy.due(50.0)[1] == []
+
+
+def test_a_call_that_waits_in_vain_is_shed_as_soon_as_that_is_known() -> None:
+    policy = admission()
+    let_in(policy, turn(100))
+    late = let_in(policy, turn(100, ttft_s=1.0))
+    released, shed = policy.due(0.95)  # the first one has not come out: 0.1 s are needed, 0.05 left
+    assert released == []
+    assert [(who, why.reason) for who, why in shed] == [(late, Reason.TTFT)]
+    assert (len(policy.queue), policy.num_seqs) == (0, 1)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_the_door() -> None:
+    policy = admission()
+    let_in(policy, turn(100))
+    shed = policy.arrive(turn(100, timeout_s=0.15), 0.0)
+    assert shed is not None
+    assert (shed.reason, shed.retry_after_s > 0) == (Reason.DEADLINE, True)
+    hopeless = policy.arrive(turn(1_000, timeout_s=0.5), 0.0)
+    assert hopeless is not None
+    assert (hopeless.reason, hopeless.retry_after_s) == (Reason.DEADLINE, 0.0)
+
+
+def test_answers_that_must_be_long_count_against_the_deadline() -> None:
+    policy = admission(prefill(), decode(step_s=0.05))
+    assert policy.arrive(turn(100, timeout_s=3.0, min_tokens=100), 0.0) is not None
+    assert policy.arrive(turn(100, timeout_s=30.0, min_tokens=100), 0.0) is None
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_sequences_are_counted_not_calls(num_seqs: int) -> None:
+    policy = admission(prefill(rate=math.inf), decode(), max_inflight=8)
+    inside = [let_in(policy, turn(num_seqs=num_seqs)) for _ in range(8 // num_seqs)]
+    shed = policy.arrive(turn(num_seqs=num_seqs), 0.0)
+    assert shed is not None
+    assert (shed.reason, policy.num_seqs) == (Reason.INFLIGHT, 8)
+    assert "8 sequences are in flight; the limit is 8" in shed.message
+    policy.leave(inside[0], 1.0)
+    policy.leave(inside[0], 1.0)
+    assert policy.num_seqs == 8 - num_seqs
+    let_in(policy, turn(num_seqs=num_seqs))
+
+
+def test_the_hint_of_a_full_router_follows_the_length_of_recent_calls() -> None:
+    policy = admission(prefill(rate=math.inf), decode(), max_inflight=1)
+    for number in range(200):
+        policy.leave(let_in(policy, turn(since_s=number)), number + 4.0)
+    let_in(policy, turn())
+    shed = policy.arrive(turn(), 0.0)
+    assert shed is not None
+    assert shed.retry_after_s == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_full_queue_makes_room_for_whoever_takes_less() -> None:
+    heavy, light = Tenant("heavy"), Tenant("light")
+    policy = admission(max_queued=4)
+    waiting = [let_in(policy, turn(100, heavy)) for _ in range(5)][1:]
+    shed = policy.arrive(turn(100, heavy), 0.0)
+    assert shed is not None
+    assert (shed.reason, shed.retry_after_s >= MIN_RETRY_AFTER_S) == (Reason.QUEUE_FULL, True)
+    let_in(policy, turn(100, light))
+    assert [(who, why.reason) for who, why in policy.due(0.0)[1]] == [(waiting[-1], Reason.DISPLACED)]
+    assert len(policy.queue) == 4
+
+
+def test_running_streams_keep_their_time_per_token() -> None:
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=7, step_s=0.077, per_seq_s=0.01))
+    waits = let_in(policy, turn())  # an eighth would make it 87 ms; of 100 ms 85 may be used
+    assert waits.released_s is None
+    policy.observe((prefill(rate=math.inf), decode(num_seqs=6, step_s=0.067, per_seq_s=0.01)), 0.1)
+    assert policy.due(0.1)[0] == [waits]
+
+
+def test_a_batch_call_does_not_slow_interactive_streams_down() -> None:
+    slow = decode(num_seqs=7, step_s=0.077, per_seq_s=0.01)
+    policy = admission(prefill(rate=math.inf), slow)
+    batch = turn(tpot_s=1.0, class_tpot_s=1.0)
+    assert let_in(policy, batch).released_s == 0.0  # among its like
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=6, step_s=0.067, per_seq_s=0.01))
+    let_in(policy, turn())
+    policy.observe((prefill(rate=math.inf), slow), 0.1)
+    assert let_in(policy, turn(tpot_s=1.0, class_tpot_s=1.0), 0.1).released_s is None
+
+
+def test_a_target_that_nobody_could_keep_is_no_reason_to_wait() -> None:
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=3, step_s=0.2, per_seq_s=0.001))
+    assert let_in(policy, turn()).released_s == 0.0
+
+
+def test_a_call_that_wants_quicker_tokens_than_there_are_is_shed_and_holds_nobody_up() -> None:
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=7, step_s=0.057, per_seq_s=0.005))
+    shed = policy.arrive(turn(tpot_s=0.05), 0.0)
+    assert shed is not None
+    assert shed.reason is Reason.TPOT
+    assert let_in(policy, turn()).released_s == 0.0
+
+
+def test_what_was_accepted_before_goes_on_whatever_the_forecast() -> None:
+    policy = admission()
+    for _ in range(16):
+        let_in(policy, turn(100))
+    resumed = turn(5_000)
+    resumed.was_accepted = True
+    assert let_in(policy, resumed).released_s == 0.0
+
+
+def test_lanes_that_are_slower_than_they_say_are_found_out() -> None:
+    policy = admission()
+    now_s = 0.0
+    for _ in range(100):
+        calls = [let_in(policy, turn(100, since_s=now_s), now_s) for _ in range(2)]
+        policy.due(now_s + 0.19)
+        for call in calls:
+            now_s += 0.2  # twice as long as 100 tokens should take
+            call.worker = "p0"
+            policy.began(call, now_s)
+            policy.leave(call, now_s)
+        policy.observe((prefill(), decode()), now_s)
+    assert policy.pace == pytest.approx(0.5, abs=0.1)
+
+
+def test_lanes_forecast_when_a_prompt_starts() -> None:
+    lanes = Lanes([(1.0, 100.0), (3.0, 100.0)])
+    assert lanes.start_s(0.0, 0.5) == 1.0
+    assert lanes.start_s(600.0, 1.0) == pytest.approx(5.0)  # 200 and 600 tokens on two lanes
+    lanes.add(50.0, 2.0)
+    assert lanes.free_s == 2.5
+    assert lanes.own_s(100.0) == 1.0
+
+
+def test_seats_are_what_time_memory_and_the_worker_allow() -> None:
+    loads = [
+        decode("by time", num_seqs=2, step_s=0.02, per_seq_s=0.01),
+        decode("by memory", num_seqs=2, step_s=0.02, used=897_000),
+        decode("by its own word", num_seqs=2, step_s=0.02, max_seqs=6),
+        decode("full", num_seqs=2, step_s=0.1, per_seq_s=0.04),
+    ]
+    assert Seats(loads, tpot_s=0.1, seq_tokens=1_000.0).num_free == 6 + 3 + 4 + 0
+    assert Seats([decode("idle", step_s=9.0)], tpot_s=0.1, seq_tokens=1_000.0).num_free == 1
