@@ -189,10 +189,11 @@ def _attend_fixed(q: Tensor, layer: Tensor, group: FixedGroup) -> Tensor:
     """Attend from q [B * n, H, D] of a group to each sequence's own blocks. Returns the same shape."""
     keys, values = (
         _from_cache(layer[component].index_select(0, group.block_ids), torch.float32)
-        .view(group.num_sequences, -1, layer.shape[3], q.shape[-1])[:, : group.num_slots]
-        .masked_fill(group.padding, 0)  # as in _attend_decodes
+        .flatten(0, 1)
+        .index_fill_(0, group.padding, 0)  # as in _attend_decodes
+        .view(group.num_sequences, -1, layer.shape[3], q.shape[-1])
         for component in (0, 1)
-    )  # [B, num_slots, K, D]
+    )  # [B, M * S, K, D]
     per_sequence = q.float().view(group.num_sequences, -1, *q.shape[1:])  # [B, n, H, D]
     parts = [attend_fixed(per_sequence[:, tile.first : tile.last], keys, values, tile) for tile in group.tiles]
     return torch.cat(parts, 1).flatten(0, 1).to(q.dtype)

@@ -46,8 +46,7 @@ class FixedGroup:
     last: int
     num_sequences: int  # B
     block_ids: Tensor  # [B * M]
-    num_slots: int  # of each sequence, padded
-    padding: Tensor  # [B, num_slots, 1, 1], True = holds nothing
+    padding: Tensor  # [P], those of the B * M * S slots that hold nothing
     tiles: list[Tile]
 
 
@@ -81,22 +80,20 @@ class FixedAttention:
     def group(self, entries: Sequence[BatchEntry], first: int) -> FixedGroup:
         """Lay out sequences with equally many new tokens at rows from `first` on; the longest is last."""
         num_new = len(entries[0].token_ids)
-        num_slots = self.num_keys(entries[-1].start + num_new)
-        num_blocks = -(-num_slots // self.block_size)
+        num_blocks = -(-self.num_keys(entries[-1].start + num_new) // self.block_size)
         table: list[int] = []
         for entry in entries:
             used = list(entry.block_table[: -(-(entry.start + num_new) // self.block_size)])
             table += used + used[-1:] * (num_blocks - len(used))  # masked, so any valid block will do
         starts = torch.tensor([entry.start for entry in entries])  # [B]
-        padding = torch.arange(num_slots) >= starts[:, None] + num_new  # [B, num_slots]
+        padding = torch.arange(num_blocks * self.block_size) >= starts[:, None] + num_new  # [B, M * S]
         tokens_per_tile = max(1, self.query_sizes[-1] * self.num_kv_heads // self.num_heads)
         return FixedGroup(
             first=first,
             last=first + len(entries) * num_new,
             num_sequences=len(entries),
             block_ids=torch.tensor(table),
-            num_slots=num_slots,
-            padding=padding[:, :, None, None],
+            padding=padding.flatten().nonzero()[:, 0],
             tiles=[
                 self._tile(starts, token, min(token + tokens_per_tile, num_new))
                 for token in range(0, num_new, tokens_per_tile)
@@ -115,7 +112,7 @@ class FixedAttention:
 
 
 def attend_fixed(q: Tensor, keys: Tensor, values: Tensor, tile: Tile) -> Tensor:
-    """Attend from q [B, n, H, D] of one tile to keys and values [B, slots, K, D], all fp32. Returns [B, n, H, D]."""
+    """Attend from q [B, n, H, D] of one tile to keys and values [B, M * S, K, D], all fp32. Returns [B, n, H, D]."""
     batch, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     shape = (batch, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
