@@ -67,6 +67,11 @@ def add_config_flags(parser: argparse.ArgumentParser, *, free_ports: bool = Fals
         metavar="NAME=VALUE",
         help="an option of UCX without its prefix, such as RNDV_THRESH=64k; may be repeated",
     )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same numbers whatever shares a step, so that a continued answer equals the undisturbed one",
+    )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
 
 
@@ -99,6 +104,8 @@ def load_config(args: argparse.Namespace) -> Loaded:
         flags |= {path: ("--colocated", size) for path, size in (("prefill", 0), ("decode", 0), ("both", 1))}
     for name, value in args.ucx:
         flags[f"kv.ucx.{name}"] = (f"--ucx {name}=", value)
+    if args.deterministic:
+        flags["engine.deterministic"] = ("--deterministic", True)
     if args.no_prefix_cache:
         flags["engine.prefix_cache"] = ("--no-prefix-cache", False)
     return load(args.config, os.environ, flags)
