@@ -34,7 +34,7 @@ _TYPES = {
 }
 
 
-async def read_body(exchange: Exchange, scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(exchange: Exchange, fields: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """The whole body.
 
     Raises:
@@ -42,16 +42,16 @@ async def read_body(exchange: Exchange, scope: Scope, receive: Receive, limit: i
         ConnectionError: the client left before its end.
     """
     if exchange.body_waits:  # nearly always; a timer would cost more than the reading
-        return await _read(scope, receive, limit)
+        return await _read(fields, receive, limit)
     try:
         async with asyncio.timeout(READ_S):
-            return await _read(scope, receive, limit)
+            return await _read(fields, receive, limit)
     except TimeoutError:
         raise InvalidRequest(f"body is not complete; the limit is {READ_S:g} s", field="body") from None
 
 
-async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
-    declared = headers(scope).get("content-length", "")
+async def _read(fields: Mapping[str, str], receive: Receive, limit: int) -> bytes:
+    declared = fields.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(f"{int(declared)} bytes", limit)
     chunks: list[bytes] = []

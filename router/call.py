@@ -82,7 +82,7 @@ class Call:
         self.place = place
         self.deadline_s = deadline_s
         self.arrival_s = arrival_s
-        self.finished = False
+        self.done: CallDone | None = None  # it ended well
         self.stuck = False  # its reader was interrupted
         self.resumed = resumed  # None: a new call
         self.told = asyncio.Event()  # nobody serves it any more
@@ -117,8 +117,8 @@ class Call:
         finally:
             self._teller = None
             self.told.set()
-        self.finished = True
-        return CallDone(self.usage(), self.timings())
+        self.done = CallDone(self.usage(), self.timings())
+        return self.done
 
     def fail(self, error: BatonError) -> None:
         """End the call with an error that did not come from its sequences."""
@@ -314,7 +314,7 @@ class Calls:
                 if call.request.resumption is not None:
                     self.resumable.discard(call.request.resumption.key, call)
                 await call.close()
-            if not call.finished:
+            if not call.done:
                 outcome = "cancelled"
         except BaseException as error:
             outcome = _outcome(error, call)
@@ -475,6 +475,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 def _outcome(error: BaseException, call: Call | None) -> str:
     if isinstance(error, BatonError):
         return error.code
-    if call is not None and call.finished:
+    if call is not None and call.done:
         return "finished"
     return "cancelled" if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else Internal.code

@@ -13,6 +13,7 @@ from baton.log import get_log
 from baton.slo import SLO, Verdict
 from baton.timings import Timings
 from baton.v1 import worker_pb2
+from router.call_events import CallDone
 from router.handoff import SequenceReport
 from router.metrics import CallRecord, RouterMetrics, TransferRecord
 from router.slo_watch import SloWatch
@@ -44,7 +45,8 @@ class Ledger:
         """A call that was admitted and tokenised, whatever became of it then."""
         api = call.spec.api
         self._metrics.count_outcome(api, outcome)
-        usage, timings = call.usage(), call.timings()
+        done = call.done or CallDone(call.usage(), call.timings())
+        usage, timings = done.usage, done.timings
         gaps_s = [sorted(report.gaps_s) for report in call.reports]
         verdict = _verdict(call, slo, timings, gaps_s, call_s, outcome)
         if verdict is not None:

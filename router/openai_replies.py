@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Protocol
 
 from baton.request import FinishReason, Logprobs, SampledToken
@@ -178,5 +177,5 @@ def _usage(done: CallDone) -> dict[str, object]:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
-        "baton": asdict(done.timings),
+        "baton": done.timings,  # orjson writes dataclasses
     }

@@ -20,7 +20,7 @@ import orjson
 from baton.errors import BatonError
 from baton.request import FinishReason, Logprobs
 from router.asgi import error_body, request_id_field
-from router.call_events import CallDone, ChoiceFinished, Piece, Pieces, PieceSink, Queued, memory_bytes, merged
+from router.call_events import CallDone, ChoiceFinished, Piece, Pieces, PieceSink, Queued, Taken, memory_bytes, merged
 from router.detokenizer import TextStream, TokenTable, json_inside
 from router.http_protocol import Exchange
 from router.openai_replies import Reply
@@ -56,6 +56,7 @@ class SseStream:
         self.exchange = exchange
         self._request_id = request_id
         self._choices: list[SseChoice] = []
+        self._num_open = 0  # of them
         self._backlog: list[Queued] = []
         self._backlog_bytes = 0
         self._max_backlog_bytes = max_backlog_bytes
@@ -69,25 +70,25 @@ class SseStream:
     def choice(self, choice: int, text: TextStream) -> SseChoice:
         sink = SseChoice(self, choice, text)
         self._choices.append(sink)
+        self._num_open += 1
         return sink
 
     def put(self, event: Piece | ChoiceFinished) -> None:
-        if not self.exchange.behind:
-            self._write(self._events([event]))
-            return
-        self._backlog.append(event)
-        self._backlog_bytes += memory_bytes(event)
-        if self._backlog_bytes > self._max_backlog_bytes:
-            self.exchange.cut()
+        ends = isinstance(event, ChoiceFinished)
+        self._num_open -= ends
+        if self.exchange.behind or (ends and not self._num_open):  # the last end goes out with what follows it
+            self._wait(event)
+        else:
+            self._write(self._event(event if isinstance(event, ChoiceFinished) else Pieces(event.choice, (event,))))
 
     def finish(self, done: CallDone, include_usage: bool) -> None:
         """The last events. What the client has not taken by then waits in the connection's buffer, bounded like here."""
-        usage = _event(self.reply.usage(done)) if include_usage else b""
+        usage = as_event(self.reply.usage(done)) if include_usage else b""
         self._write(self._take_backlog() + usage + DONE, last=True)
 
     def fail(self, error: BatonError) -> None:
         """Say why the stream ends here, without [DONE]."""
-        self._write(self._take_backlog() + _event(error_body(error)), last=True)
+        self._write(self._take_backlog() + as_event(error_body(error)), last=True)
 
     def _pace_changed(self) -> None:
         if self._backlog and not self.exchange.behind:
@@ -95,19 +96,23 @@ class SseStream:
         for choice in self._choices:
             choice.choose_way()
 
+    def _wait(self, event: Piece | ChoiceFinished) -> None:
+        self._backlog.append(event)
+        self._backlog_bytes += memory_bytes(event)
+        if self._backlog_bytes > self._max_backlog_bytes:
+            self.exchange.cut()
+
     def _take_backlog(self) -> bytes:
         waiting, self._backlog, self._backlog_bytes = self._backlog, [], 0
-        return self._events(waiting)
+        return b"".join([self._event(event) for event in merged(waiting)])
 
-    def _events(self, queued: list[Queued]) -> bytes:
-        parts = []
-        for event in merged(queued):
-            match event:
-                case Pieces():
-                    parts.append(_event(self.reply.pieces(event)))
-                case ChoiceFinished():
-                    parts.append(_event(self.reply.end(event)))
-        return b"".join(parts)
+    def _event(self, event: Taken) -> bytes:
+        match event:
+            case Pieces():
+                return as_event(self.reply.pieces(event))
+            case ChoiceFinished():
+                return as_event(self.reply.end(event))
+        raise AssertionError(f"{event} does not wait here")
 
     def _write(self, events: bytes, *, last: bool = False) -> None:
         exchange = self.exchange
@@ -156,11 +161,11 @@ class SseChoice:
 
     def choose_way(self) -> None:
         """Called when something changed that the fast way depends on."""
-        stream = self._stream
-        self._fast = stream.uniform and stream.flows and self._text.is_plain and self._has_frame()
+        self._fast = bool(self._begin) and self._stream.flows and self._text.is_plain
 
     def _any_token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
-        if self._begin and self._stream.flows:
+        stream = self._stream
+        if stream.uniform and stream.flows and (self._begin or self._has_frame()):
             text = json_inside(self._text.push(token_id, finish))
             self._write(b"".join((b"%x\r\n" % (self._fixed_bytes + len(text)), self._begin, text, self._end)))
         else:
@@ -172,7 +177,7 @@ class SseChoice:
         """Whether there is a chunk to put texts in; made once, as the reply makes any, and cut where the text is."""
         if not self._begin:
             stream = self._stream
-            chunk = _event(stream.reply.pieces(Pieces(self._choice, (Piece(self._choice, MARK, None),))))
+            chunk = as_event(stream.reply.pieces(Pieces(self._choice, (Piece(self._choice, MARK, None),))))
             begin, _, end = chunk.partition(_JSON_MARK)
             self._fixed_bytes = len(begin) + len(end)
             stream.uniform = _JSON_MARK not in end and self._fixed_bytes + stream.table.longest_json < MAX_FAST_BYTES
@@ -181,5 +186,5 @@ class SseChoice:
         return bool(self._begin)
 
 
-def _event(value: object) -> bytes:
+def as_event(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
