@@ -7,7 +7,9 @@ Messages are pickled dataclasses: both ends are processes of one bench and hold 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).parent.parent  # where the packages are, for interpreters that do not have them installed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_TIMEOUT_S = 10.0  # a plane waits 5 s for a silent peer's slots
 
 Answer = TypeVar("Answer")
@@ -102,6 +105,11 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn` of what has no pipe to watch: whoever kills the bench kills it too; prctl(2)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def python_path() -> str:

@@ -1,7 +1,7 @@
 """`baton bench router`: what the router costs, measured from outside over stub workers with a compiled load generator.
 
     baton bench router --quick --endpoints 8               two minutes, for work on the router
-    baton bench router --only cpu,speed --endpoints 8      single figures: added, cpu, speed, gap, start
+    baton bench router --only cpu,speed --endpoints 8      single figures: added, cpu, speed, gap, start, grpc
     baton bench router --json router.json --processes 1,2 --peers sglang,dynamo --peer-python PATH
 
 A fleet of stub workers (bench/router_bench_stub.py, one process) speaks worker.proto; the load generator (bench/router_load.c)
@@ -21,6 +21,7 @@ from bench.kv_report import Progress
 from bench.report import dump
 from bench.router_bench_cases import FULL, PARTS, QUICK, Effort, measure_parts
 from bench.router_bench_figures import NoFigure
+from bench.router_bench_grpc import measure_grpc
 from bench.router_bench_peers import PEERS, PeerRun, measure_peer
 from bench.router_bench_report import Report, RouterRun, print_report, to_document
 from bench.router_bench_rig import Features, running_rig
@@ -93,7 +94,10 @@ def measure(args: argparse.Namespace, effort: Effort, progress: Progress) -> tup
         progress.say(f"baton, {number} process(es): start with {wanted.num_endpoints} endpoints")
         with running_rig(wanted) as rig:
             figures = measure_parts(rig, effort, args.only, progress.say)
-            routers.append(RouterRun(wanted, rig.start_s, rig.start_cpu_s, rig.scraper.num_bytes, figures))
+            if "grpc" in args.only:
+                progress.say("gRPC")
+            grpc = measure_grpc(rig, effort) if "grpc" in args.only else []
+            routers.append(RouterRun(wanted, rig.start_s, rig.start_cpu_s, figures, grpc))
     peers = []
     for name in args.peers:
         progress.say(name)

@@ -53,11 +53,12 @@ class Effort:
     gap_s: float
     start_running: int
     start_streams: int
+    grpc_streams: tuple[int, int]  # as streams, for a client in Python that gets a message for each token
 
 
-PARTS = ("added", "cpu", "speed", "gap", "start")
-FULL = Effort(2_000, 8.0, (200, 1_000), (50, 250), 1_500, 1_500, 20.0, 100, 1_500)
-QUICK = Effort(300, 2.0, (50, 200), (25, 75), 200, 200, 3.0, 20, 200)
+PARTS = ("added", "cpu", "speed", "gap", "start", "grpc")
+FULL = Effort(2_000, 8.0, (200, 1_000), (50, 250), 1_500, 1_500, 20.0, 100, 1_500, (50, 200))
+QUICK = Effort(300, 2.0, (50, 200), (25, 75), 200, 200, 3.0, 20, 200, (20, 80))
 
 
 @dataclass(frozen=True, slots=True)

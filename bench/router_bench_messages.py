@@ -1,9 +1,15 @@
-"""What `baton bench router` says to its stub fleet, and the fleet to it. Times are seconds."""
+"""What `baton bench router` says to its stub fleet and its gRPC client, and they to it. Times are seconds."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+FLUSH_MS = 100  # four tokens of a stream at its pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,46 @@ class EndLog:
 @dataclass(frozen=True, slots=True)
 class StubDone:
     """Nothing more to say."""
+
+
+class GrpcKind(enum.StrEnum):
+    """How a client takes its tokens."""
+
+    GENERATE = "gRPC Generate, each token at once"
+    GENERATE_FLUSH = f"gRPC Generate, max_flush_ms {FLUSH_MS}"
+    SESSION = "gRPC Session, one message per step"
+    SESSION_FLUSH = f"gRPC Session, max_flush_ms {FLUSH_MS}"
+
+    @property
+    def max_flush_ms(self) -> int:
+        return FLUSH_MS if self in (GrpcKind.GENERATE_FLUSH, GrpcKind.SESSION_FLUSH) else 0
+
+    @property
+    def is_session(self) -> bool:
+        return self in (GrpcKind.SESSION, GrpcKind.SESSION_FLUSH)
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcLoad:
+    """The only question. Answer: Taken."""
+
+    address: str
+    kind: GrpcKind
+    keys: tuple[str, ...]  # of the streams, one each; a Session has the first one's
+    num_classes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """When how many tokens came. CLOCK_MONOTONIC."""
+
+    received_ns: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+
+    def between(self, from_ns: int, to_ns: int) -> int:
+        inside = (self.received_ns >= from_ns) & (self.received_ns < to_ns)
+        return int(self.num_tokens[inside].sum())
 
 
 def class_name(i: int) -> str:

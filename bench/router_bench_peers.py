@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -86,10 +87,17 @@ def alone() -> list[str]:
     return ["unshare", "--net", *user, "sh", "-c", _UP, "sh"]
 
 
+def end_with(parent: Connection) -> None:
+    """A bench that is gone waits for no figures; what this process started dies with it."""
+    parent.poll(None)
+    os._exit(1)
+
+
 def main() -> None:
     parent = Connection(int(sys.argv[1]))
     try:
         question: MeasurePeer = parent.recv()
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
         target = PEERS[question.name].make(question.python, question.model)
         try:
             parent.send(measure_parts(target, question.effort, question.parts, lambda what: None))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from bench.report import this_machine
 from bench.router_bench_cases import Figures
 from bench.router_bench_figures import Window
+from bench.router_bench_grpc import GrpcCost
 from bench.router_bench_peers import PeerRun
 from bench.router_bench_rig import Features
 
@@ -19,8 +20,8 @@ class RouterRun:
     features: Features
     start_s: float  # until every endpoint had its Session
     start_cpu_s: float
-    scrape_bytes: int  # of one page of metrics
     figures: Figures
+    grpc: Sequence[GrpcCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,13 @@ def print_report(report: Report) -> None:
         print(
             f"\nbaton, {known.num_processes} process(es), {known.num_endpoints} endpoints, {known.num_keys} keys, "
             f"{known.num_classes} classes, {known.num_endpoints * known.blocks_each} blocks in the index\n"
-            f"  start {router.start_s:.1f} s ({router.start_cpu_s:.1f} s CPU), metrics {router.scrape_bytes / 1e3:.0f} kB"
+            f"  start {router.start_s:.1f} s ({router.start_cpu_s:.1f} s CPU)"
         )
         print_figures(router.figures)
+        for grpc in router.grpc:
+            print(
+                f"  {grpc.kind.value}: CPU {grpc.us_per_token:.1f} us per token; {' and '.join(map(describe, grpc.windows))}"
+            )
     for peer in report.peers:
         print(f"\n{peer.does}")
         if peer.figures is None:
@@ -100,7 +105,8 @@ def to_document(report: Report) -> dict[str, object]:
 
 def router_document(router: RouterRun) -> dict[str, object]:
     own = {"features": asdict(router.features), "start_s": router.start_s, "start_cpu_s": router.start_cpu_s}
-    return {**figures_document(router.figures), **own, "scrape_bytes": router.scrape_bytes}
+    grpc = {cost.kind.name.lower(): asdict(cost) for cost in router.grpc}
+    return {**figures_document(router.figures), **own, "grpc": grpc}
 
 
 def peer_document(peer: PeerRun) -> dict[str, object]:

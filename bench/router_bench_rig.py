@@ -6,23 +6,25 @@ Also started here: the stub fleet, and a thread that scrapes /metrics each secon
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from baton.config import ModelConfig, RouterConfig
 from baton.config_load import to_json
-from bench.child import STOP_TIMEOUT_S, Child, ChildError, python_path
+from bench.child import STOP_TIMEOUT_S, Child, ChildError, die_with_parent, python_path
 from bench.router_bench_load import PLACEHOLDER
 from bench.router_bench_messages import (
     CountSessions,
@@ -73,15 +75,15 @@ class Features:
 class RouterProcess:
     """Owns the process; `close` ends it."""
 
-    def __init__(self, config: RouterConfig, folder: Path) -> None:
+    def __init__(self, config: RouterConfig, folder: Path, name: str) -> None:
         """Raises: ChildError: it did not start."""
-        path = folder / "router.json"
+        path = folder / f"{name}.json"
         path.write_text(to_json(config))
-        self._log = (folder / "router.log").open("w+b")
+        self._log = (folder / f"{name}.log").open("w+b")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "router.main", "--config", str(path)],
-            env={**os.environ, "PYTHONPATH": python_path()},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": python_path()}, start_new_session=True, preexec_fn=die_with_parent,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -91,27 +93,21 @@ class RouterProcess:
         ready = json.loads(line)
         self.http_port: int = ready["http_port"]
         self.grpc_port: int = ready["grpc_port"]
+        self.own_port = config.process_port or self.http_port  # of this process alone
 
     def last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 2_000))
         return self._log.read().decode(errors="replace").strip()
 
-    def cpu_s(self) -> float:
-        return family_cpu_s(self.pid)
-
-    def memory_bytes(self) -> int:
-        return family_memory_bytes(self.pid)
-
     def is_ready(self) -> bool:
-        return get(self.http_port, "/readyz")[0] == http.client.OK
+        return get(self.own_port, "/readyz")[0] == http.client.OK
 
     def close(self) -> None:
         """Twice SIGTERM: the second ends what still runs."""
         self._process.terminate()
         time.sleep(0.1)  # two signals at once are one
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -122,36 +118,57 @@ class RouterProcess:
         self._log.close()
 
 
+@contextlib.contextmanager
+def running_routers(config: RouterConfig, number: int, folder: Path) -> Iterator[list[RouterProcess]]:
+    """As many processes as wanted, on one pair of ports. Raises: ChildError: one did not start."""
+    with contextlib.ExitStack() as stack:
+        routers = []
+        for i in range(number):
+            if number > 1:
+                config = replace(config, shared_ports=True, process_port=free_port())
+            routers.append(RouterProcess(config, folder, f"router{i}"))
+            stack.callback(routers[-1].close)
+            config = replace(config, http_port=routers[0].http_port, grpc_port=routers[0].grpc_port)
+        yield routers
+
+
+def free_port() -> int:
+    """One that nobody holds now; the system hands out others for a while before it comes round again."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
 class Rig:
-    """Router and fleet, as a Target."""
+    """Routers and fleet, as a Target."""
 
     def __init__(
-        self, features: Features, fleet: Child, router: RouterProcess, scraper: Scraper, folder: Path, start_s: float
-    ) -> None:
+        self, features: Features, fleet: Child, routers: Sequence[RouterProcess], keys: Sequence[str], folder: Path,
+        start_s: float,
+    ) -> None:  # fmt: skip
         self.features = features
-        self.start_s = start_s  # until the router was ready with a Session to every endpoint
-        self.start_cpu_s = router.cpu_s()
-        self.scraper = scraper
-        self.port = router.http_port
+        self.start_s = start_s  # until every router was ready with a Session to every endpoint
+        self.port, self.grpc_port = routers[0].http_port, routers[0].grpc_port
+        self.keys = keys
         self._fleet = fleet
-        self._router = router
-        self._model = json.loads(get(self.port, "/v1/models")[1])["data"][0]["id"]
-        self._keys = api_keys(features.num_keys)
+        self._routers = routers
+        self.start_cpu_s = self.cpu_s()
+        self.model: str = json.loads(get(self.port, "/v1/models")[1])["data"][0]["id"]
         self._said = folder / "said.npy"
 
     def cpu_s(self) -> float:
-        return self._router.cpu_s()
+        return sum(family_cpu_s(router.pid) for router in self._routers)
 
     def memory_bytes(self) -> int:
-        return self._router.memory_bytes()
+        return sum(family_memory_bytes(router.pid) for router in self._routers)
 
     def requests(self, max_tokens: int) -> list[bytes]:
         """One streamed completion of token ids for each key; classes take turns."""
         draw = random.Random(max_tokens)
         texts = []
-        for i in range(len(self._keys)):
+        for i in range(len(self.keys)):
             body = {
-                "model": self._model,
+                "model": self.model,
                 "prompt": draw.choices(VOCABULARY, k=self.features.prompt_tokens),
                 "max_tokens": max_tokens,
                 "stream": True,
@@ -162,12 +179,12 @@ class Rig:
         return texts
 
     def chat(self) -> Exchange:
-        body = {"model": self._model, "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}
+        body = {"model": self.model, "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}
         return Exchange("/v1/chat/completions", self._fields(0), json.dumps(body).encode())
 
     def _fields(self, i: int) -> dict[str, str]:
         slo_class = class_name(i % self.features.num_classes)
-        return {"authorization": f"Bearer {self._keys[i]}", "x-slo-class": slo_class}
+        return {"authorization": f"Bearer {self.keys[i]}", "x-slo-class": slo_class}
 
     def settle(self) -> None:
         ends_s = time.monotonic() + SETTLE_S
@@ -198,6 +215,15 @@ def api_keys(number: int) -> list[str]:
     return [f"bk-bench-{i:06d}-{random.Random(i).randbytes(16).hex()}" for i in range(number)]
 
 
+def write_keys(keys: Sequence[str], path: Path) -> Path:
+    """A tenant for each key, without limits; router/tenants.py. JSON is YAML too."""
+    entries = [
+        {"name": f"tenant{i:06d}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for i, key in enumerate(keys)
+    ]
+    path.write_text(json.dumps({"keys": entries}))
+    return path
+
+
 @contextlib.contextmanager
 def running_rig(features: Features) -> Iterator[Rig]:
     """Start fleet and router; return when every endpoint has its Session.
@@ -214,30 +240,30 @@ def running_rig(features: Features) -> Iterator[Rig]:
             features.num_prefill, features.num_decode, num_other, features.blocks_each, features.num_classes, STEP_S
         )
         started = fleet.ask(wanted, StubStarted, START_TIMEOUT_S)
+        keys = api_keys(features.num_keys)
         config = RouterConfig(
             host=HOST, http_port=0, grpc_port=0, control_address=started.control_address, max_inflight=MAX_INFLIGHT,
+            max_queued=MAX_INFLIGHT, api_keys_file=str(write_keys(keys, folder / "keys.json")),
             model=ModelConfig(path=features.model),
         )  # fmt: skip
         began_s = time.monotonic()
-        router = RouterProcess(config, folder)
-        stack.callback(router.close)
-        wait_for_sessions(fleet, router, features.num_endpoints * features.num_processes)
+        routers = stack.enter_context(running_routers(config, features.num_processes, folder))
+        wait_for_sessions(fleet, routers, features.num_endpoints * features.num_processes)
         start_s = time.monotonic() - began_s
-        scraper = Scraper(router.http_port, "/metrics")
-        stack.callback(scraper.close)
-        yield Rig(features, fleet, router, scraper, folder, start_s)
+        for router in routers:
+            stack.callback(Scraper(router.own_port, "/metrics").close)
+        yield Rig(features, fleet, routers, keys, folder, start_s)
 
 
-def wait_for_sessions(fleet: Child, router: RouterProcess, wanted: int) -> None:
+def wait_for_sessions(fleet: Child, routers: Sequence[RouterProcess], wanted: int) -> None:
     """Raises: ChildError: they did not all open."""
     ends_s = time.monotonic() + START_TIMEOUT_S
     num_open = 0
     while time.monotonic() < ends_s:
         num_open = fleet.ask(CountSessions(), Sessions, ANSWER_S).num_open
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if num_open >= wanted and router.is_ready():
+            if num_open >= wanted and all(router.is_ready() for router in routers):
                 return
         time.sleep(0.2)
-    raise ChildError(
-        f"after {START_TIMEOUT_S:g} s the router has {num_open} of {wanted} Sessions: {router.last_words()}"
-    )
+    last = routers[0].last_words()
+    raise ChildError(f"after {START_TIMEOUT_S:g} s there are {num_open} of {wanted} Sessions: {last}")

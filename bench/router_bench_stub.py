@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from baton.hashing import HASH_BYTES
 from baton.ids import new_epoch
+from baton.keepalive import SERVER_OPTIONS
 from baton.v1 import control_pb2, control_pb2_grpc, serving_pb2, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION
 from bench.child import Failed
@@ -396,7 +397,7 @@ class Fleet(control_pb2_grpc.ControlServicer):
             control_pb2.SloClass(name=class_name(i), ttft_ms=60_000, tpot_ms=1_000, percentile=0.95, weight=1.0)
             for i in range(wanted.num_classes)
         ]
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *SERVER_OPTIONS))
 
     async def start(self) -> str:
         """Returns the controller's address."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.child import STOP_TIMEOUT_S, ChildError
+from bench.child import STOP_TIMEOUT_S, ChildError, die_with_parent
 from bench.router_bench_target import ANSWER_S, HOST, Exchange
 
 START_TIMEOUT_S = 60.0  # both answer within 10 s here
@@ -30,7 +30,7 @@ class PeerServer:
             try:
                 self._process = subprocess.Popen(
                     words, env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, cwd=folder,
+                    stderr=subprocess.STDOUT, cwd=folder, preexec_fn=die_with_parent,
                 )  # fmt: skip
             except OSError as error:
                 raise ChildError(f"{name}: {words[0]} cannot be started: {error.strerror}") from error
