@@ -27,7 +27,7 @@ from router.call import Calls
 from router.gather import Gatherer
 from router.grpc_calls import open_call
 from router.grpc_errors import error_detail
-from router.grpc_messages import done_to_pb, groups_to_reply, to_flush_s
+from router.grpc_messages import check_flush, done_to_pb, groups_to_reply
 
 log = get_log("router.bulk")
 
@@ -120,7 +120,8 @@ class BulkSession:
             if task := self._tasks.get(message.cancel.call):
                 task.cancel()
         elif kind == "open" and is_first:
-            self._max_flush_s = to_flush_s(message.open.max_flush_ms)
+            check_flush(message.open.max_flush_ms)
+            self._max_flush_s = message.open.max_flush_ms / 1e3
         else:
             raise InvalidRequest("a message is neither start nor cancel, nor open as the first one", field="message")
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.request import FinishReason, Logprobs
 from router.call_events import PIECE_BYTES, TOP_LOGPROB_BYTES, ChoiceFinished
 from router.detokenizer import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):  # of the cheap kind: one per token where each comes alone
     """A run of one choice's tokens, and the text that they made certain; text alone at the end of some answers."""
 
     call: int
     choice: int
-    index: int  # output index of the first token; of no tokens, of the one that would come next
+    first_index: int  # output index of the first token; of no tokens, of the one that would come next
     token_ids: list[int]
     text: str
     logprobs: list[Logprobs]  # empty, or one per token

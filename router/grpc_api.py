@@ -31,7 +31,7 @@ from router.fleet import Endpoint, Fleet
 from router.gather import Gatherer
 from router.grpc_calls import CallMessage, open_call
 from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
-from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk, to_flush_s
+from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk
 from router.tenants import Tenant
 from router.validate import MAX_TIMEOUT_S
 
@@ -71,6 +71,7 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[serving_pb2.SessionCall], context: Context
     ) -> None:
+        await self._tenant(context)
         try:
             await BulkSession(self._calls, self._config, _metadata(context), context).run(request_iterator)
         except BatonError as error:
@@ -82,11 +83,10 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
 
     async def _answer(self, request: CallMessage, context: Context) -> None:
         try:
-            flush_s = to_flush_s(request.max_flush_ms)
             timeout_s, limit = _time_left_s(context), self._config.max_body_bytes
             async with open_call(self._calls, request, _metadata(context), timeout_s, limit) as call:
-                if flush_s:
-                    await self._stream_gathered(call, context, flush_s)
+                if request.max_flush_ms:
+                    await self._stream_gathered(call, context, request.max_flush_ms / 1e3)
                 else:
                     await self._stream(call, context)
         except ClientStuck as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from router.call import Call, Calls
-from router.grpc_messages import to_received, to_spec
+from router.grpc_messages import check_flush, to_received, to_spec
 from router.resume import take_up
 
 CallMessage = serving_pb2.GenerateRequest | serving_pb2.ResumeRequest
@@ -24,6 +24,7 @@ async def open_call(
     arrival_s = time.monotonic()
     try:
         tenant = calls.tenant(metadata)
+        check_flush(message.max_flush_ms)
         if isinstance(message, serving_pb2.GenerateRequest):
             spec, resumed = replace(to_spec(message, metadata, timeout_s, max_bytes), tenant=tenant), None
         else:

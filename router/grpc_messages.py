@@ -56,13 +56,12 @@ def to_spec(
     )
 
 
-def to_flush_s(max_flush_ms: int) -> float:
+def check_flush(max_flush_ms: int) -> None:
     """Raises: InvalidRequest."""
     if max_flush_ms > MAX_FLUSH_MS:
         raise InvalidRequest(
             f"max_flush_ms is {max_flush_ms}; the limit is [0, {MAX_FLUSH_MS}]", field="max_flush_ms"
         )  # fmt: skip
-    return max_flush_ms / 1e3
 
 
 def to_received(request: serving_pb2.ResumeRequest) -> list[Sequence[int]]:
@@ -153,7 +152,7 @@ def group_to_chunk(group: Group, table: TokenTable) -> serving_pb2.Chunk:
     return serving_pb2.Chunk(
         text=group.text,
         token_ids=group.token_ids,
-        index=group.index,
+        index=group.first_index,
         choice=group.choice,
         logprobs=_logprobs(group, table),
     )
@@ -163,7 +162,7 @@ def groups_to_reply(groups: Sequence[Group], table: TokenTable) -> serving_pb2.S
     """All groups in parallel arrays; what is the same everywhere is left out."""
     reply = serving_pb2.SessionReply(
         call=[group.call for group in groups],
-        index=[group.index for group in groups],
+        index=[group.first_index for group in groups],
         num_tokens=[len(group.token_ids) for group in groups],
         text=[group.text for group in groups],
         token_ids=[token_id for group in groups for token_id in group.token_ids],
