@@ -244,6 +244,16 @@ class Calls:
     def table(self) -> TokenTable:
         return self._tokenizer.table
 
+    def prompt_text(self, prompt: Prompt) -> str:
+        """A prompt as an answer that echoes it begins; messages are never echoed."""
+        match prompt:
+            case TextPrompt(text):
+                return text
+            case TokenPrompt(token_ids):
+                return self._tokenizer.decode(token_ids)
+            case ChatPrompt():
+                return ""
+
     def tenant(self, fields: Mapping[str, str]) -> Tenant:
         """Who sends these HTTP headers, or gRPC metadata. Raises: Unauthenticated."""
         return self.keys.ring.tenant(fields)
@@ -376,7 +386,7 @@ class Calls:
 
     async def _request(self, spec: CallSpec, slo: SLO, arrival_s: float, deadline_s: float) -> Request:
         pools = await self._fleet.wait_for_limits(min(deadline_s, arrival_s + self._config.unavailable_wait_s))
-        token_ids = await self._token_ids(spec.prompt, pools.max_prompt_tokens)
+        token_ids = await self._token_ids(spec.prompt, pools.max_prompt_tokens, spec.tenant.salt)
         sampling = resolve(spec, len(token_ids), pools, secrets.randbits(64))
         return Request(
             seq=0,
@@ -389,12 +399,12 @@ class Calls:
             resumption=resumption(spec, spec.tenant.name, slo.name),
         )
 
-    async def _token_ids(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    async def _token_ids(self, prompt: Prompt, max_tokens: int, salt: bytes) -> tuple[int, ...]:
         match prompt:
             case TextPrompt(text, field):
-                return await self._tokenizer.encode(text, field=field, max_tokens=max_tokens)
+                return await self._tokenizer.encode(text, field=field, max_tokens=max_tokens, salt=salt)
             case ChatPrompt(messages, field):
-                return await self._tokenizer.encode_chat(messages, field=field, max_tokens=max_tokens)
+                return await self._tokenizer.encode_chat(messages, field=field, max_tokens=max_tokens, salt=salt)
             case TokenPrompt(token_ids):
                 return tuple(token_ids)
 

@@ -63,6 +63,8 @@ class CallLabels:
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     timeout_s: float | None = None
+    user: str = ""  # of the caller's own; neither logged nor used
+    metadata: Mapping[str, str] = field(default_factory=dict)  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class CallSpec:
     stop: Sequence[str] = ()
     priority: int = 0
     labels: CallLabels = field(default_factory=CallLabels)
+    echo: bool = False  # the answer begins with the prompt
     api: str = "grpc"  # for metrics: grpc | chat | completions
     tenant: Tenant = OPEN  # whose key came with it
     resumable: bool = False  # workers keep what they know of it for a while: router/resume.py

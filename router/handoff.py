@@ -113,6 +113,7 @@ class SequenceReport:
     gaps_s: list[float] = field(default_factory=list)  # between consecutive tokens, as they arrived here
     prefill_worker: str = ""
     decode_worker: str = ""
+    fingerprint: str = ""  # of what the workers compute: weights, tokenizer, numerics
     stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled first
     handed_off: bool = False  # decode has acknowledged the KV
     num_retries: int = 0  # attempts after the first
@@ -303,7 +304,7 @@ class Attempt:
         for session in self._sessions.values():
             session.attach(seq, self)
         if self._prefill.session.view is not None:
-            self.fingerprint = self._prefill.session.view.opened.fingerprint
+            self.fingerprint = report.fingerprint = self._prefill.session.view.opened.fingerprint
         now_s = time.monotonic()
         deadline = loop.call_later(max(0.0, self._deadline_s - now_s), self.put, TimeIsUp())
         self._submitted_s, self._queued_tokens = now_s, self._prefill.ledger.waiting_tokens

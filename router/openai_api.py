@@ -45,9 +45,10 @@ from router.fleet import Fleet
 from router.http_protocol import Exchange, exchange_of
 from router.labels import labels_from
 from router.metrics import RouterMetrics
-from router.openai_replies import ChatReply, CompletionReply
+from router.openai_replies import ChatReply, CompletionReply, Wording
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from router.series import CONTENT_TYPE, Gauge
+from router.service_tiers import tier_of
 from router.sse import SseStream
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
@@ -165,7 +166,7 @@ class GenerationApi:
             self._calls.refused(api, error)
             raise
         async with self._calls.open(spec, exchange.arrival_s) as call:
-            reply = reply_kind(call.request_id, self._model, self._calls.table, bool(body.return_token_ids))
+            reply = reply_kind(self._wording(call, bool(body.return_token_ids)), self._calls.table)
             if body.stream:
                 uniform = spec.sampling.logprobs is None and not body.return_token_ids
                 stream = SseStream(exchange, call.request_id, reply, self._calls.table, self._backlog_bytes, uniform)
@@ -175,6 +176,16 @@ class GenerationApi:
                 done = await call.tell(whole)
                 fields = request_id_field(call.request_id)
                 send_json(exchange, 200, reply.whole(whole.pieces, whole.ends, done), fields)
+
+    def _wording(self, call: Call, token_ids: bool) -> Wording:
+        return Wording(
+            call.request_id,
+            self._model,
+            service_tier=tier_of(call.slo.name, call.request.priority),
+            fingerprint=lambda: call.reports[0].fingerprint,
+            token_ids=token_ids,
+            echo=self._calls.prompt_text(call.spec.prompt) if call.spec.echo else "",
+        )
 
 
 async def _stream(stream: SseStream, call: Call, include_usage: bool) -> None:
@@ -222,10 +233,14 @@ class TokenApi:
         prompt = body.one()
         if isinstance(prompt, ChatPrompt):
             check_messages(prompt)
-            ids = await self._tokenizer.encode_chat(prompt.messages, field=prompt.field, max_tokens=self._max_tokens)
+            ids = await self._tokenizer.encode_chat(
+                prompt.messages, field=prompt.field, max_tokens=self._max_tokens, salt=post.tenant.salt
+            )
         else:
             check_text(prompt.field, prompt.text)
-            ids = await self._tokenizer.encode(prompt.text, field=prompt.field, max_tokens=self._max_tokens)
+            ids = await self._tokenizer.encode(
+                prompt.text, field=prompt.field, max_tokens=self._max_tokens, salt=post.tenant.salt
+            )
         send_json(post.exchange, 200, {"tokens": ids, "count": len(ids), "max_model_len": self._spec.max_model_len})
 
     async def detokenize(self, post: Post) -> None:

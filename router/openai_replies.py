@@ -6,18 +6,46 @@ call's Timings. Data only: nothing here awaits or sends.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.request import FinishReason, Logprobs, SampledToken
 from router.call_events import CallDone, ChoiceFinished, Piece, Pieces
 from router.detokenizer import TokenTable
+from router.service_tiers import Tier
 
 Json = Mapping[str, object]
 MIN_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON cannot say
 
+FINGERPRINT_CHARS = 12  # of 32: two models of one cluster are told apart, which is all that clients do with it
+
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What a reply says besides the answer."""
+
+    request_id: str
+    model: str
+    service_tier: Tier
+    fingerprint: Callable[[], str]  # of the workers' model and numerics; asked when there is a first token
+    token_ids: bool = False  # each choice says its own
+    echo: str = ""  # each choice's text begins with it
+
+    def head(self, prefix: str, kind: str) -> dict[str, object]:
+        """Fields that all parts of a reply begin with."""
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": f"fp_{self.fingerprint()[:FINGERPRINT_CHARS]}",
+            "service_tier": self.service_tier,
+        }
 
 
 class Reply(Protocol):
@@ -32,11 +60,14 @@ class Reply(Protocol):
 class ChatReply:
     """chat.completion and chat.completion.chunk"""
 
-    def __init__(self, request_id: str, model: str, table: TokenTable, token_ids: bool) -> None:
-        self._token_ids = token_ids
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+    def __init__(self, wording: Wording, table: TokenTable) -> None:
+        self._wording = wording
         self._table = table
         self._begun: set[int] = set()
+
+    @functools.cached_property
+    def _head(self) -> Json:
+        return self._wording.head("chatcmpl", "chat.completion.chunk")
 
     def pieces(self, pieces: Pieces) -> Json:
         delta = {"content": pieces.text}
@@ -44,7 +75,7 @@ class ChatReply:
             self._begun.add(pieces.choice)
             delta = {"role": "assistant", **delta}
         choice = self._choice(pieces.choice, delta, self._logprobs(pieces.parts), None)
-        return self._chunk([choice | _token_ids(pieces.parts, self._token_ids)])
+        return self._chunk([choice | _token_ids(pieces.parts, self._wording.token_ids)])
 
     def end(self, end: ChoiceFinished) -> Json:
         return self._chunk([self._choice(end.choice, {}, None, _FINISH[end.finish])])
@@ -64,12 +95,12 @@ class ChatReply:
                     "logprobs": self._logprobs(own),
                     "finish_reason": _FINISH[end.finish],
                 }
-                | _token_ids(own, self._token_ids)
+                | _token_ids(own, self._wording.token_ids)
             )
         return {**self._head, "object": "chat.completion", "choices": choices, **_usage(done)}
 
     def _chunk(self, choices: list[Json]) -> dict[str, object]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        return {**self._head, "choices": choices}
 
     @staticmethod
     def _choice(choice: int, delta: Json, logprobs: Json | None, finish: str | None) -> dict[str, object]:
@@ -93,16 +124,14 @@ class ChatReply:
 class CompletionReply:
     """text_completion, streamed or not"""
 
-    def __init__(self, request_id: str, model: str, table: TokenTable, token_ids: bool) -> None:
-        self._token_ids = token_ids
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+    def __init__(self, wording: Wording, table: TokenTable) -> None:
+        self._wording = wording
         self._table = table
         self._offsets: dict[int, int] = {}  # characters of each choice's text so far
+
+    @functools.cached_property
+    def _head(self) -> Json:
+        return self._wording.head("cmpl", "text_completion")
 
     def pieces(self, pieces: Pieces) -> Json:
         return self._body([self._choice(pieces.choice, pieces.parts, None)])
@@ -125,13 +154,17 @@ class CompletionReply:
 
     def _choice(self, choice: int, pieces: Sequence[Piece], end: ChoiceFinished | None) -> Json:
         logprobs = self._logprobs(choice, pieces)
-        self._offsets[choice] = self._offsets.get(choice, 0) + sum(len(piece.text) for piece in pieces)
+        text = "".join(piece.text for piece in pieces)
+        if choice not in self._offsets:
+            self._offsets[choice] = 0
+            text = self._wording.echo + text
+        self._offsets[choice] += len(text)
         return {
             "index": choice,
-            "text": "".join(piece.text for piece in pieces),
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": _FINISH[end.finish] if end else None,
-        } | _token_ids(pieces, self._token_ids)
+        } | _token_ids(pieces, self._wording.token_ids)
 
     def _logprobs(self, choice: int, pieces: Sequence[Piece]) -> Json | None:
         tokens: list[str] = []

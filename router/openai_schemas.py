@@ -1,18 +1,22 @@
 """Bodies of the OpenAI HTTP API: strict types, no unknown field. What is well typed is judged in router/validate.py.
 
-A field that OpenAI has and Baton has not (tools, response_format, echo ...) is an unknown field: refused by name, never
-ignored. `max_completion_tokens` and `max_tokens` are one limit, resolved here.
+A field that is not supported is refused by name, never ignored. Fields of OpenAI's that Baton has not are listed (`Absent`),
+so that null, or a value that asks for nothing, is what it is for OpenAI: the same as leaving the field out. Labels that only
+OpenAI's own storage would use (`metadata`, `user`) are taken, bounded, and not kept. Every answer to one question stands here
+once: `max_completion_tokens` and `max_tokens` are one limit, `service_tier` is an SLO class and a priority.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from dataclasses import replace
+from typing import Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import InvalidRequest
 from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
+from router.service_tiers import Tier, priority_of, slo_class_of
 
 MAX_ID_DIGITS = 10  # of a u32
 
@@ -21,8 +25,16 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
 
+Absent: TypeAlias = None  # the type of a field that may only be null: OpenAI has it, Baton has not
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(_Strict):
+    type: Literal["text"]
 
 
 class TextPart(_Strict):
@@ -33,11 +45,21 @@ class TextPart(_Strict):
 class Message(_Strict):
     role: str
     content: str | list[TextPart]
+    refusal: Absent = None  # null in OpenAI's answers, which clients send back as they came
+    audio: Absent = None
+    function_call: Absent = None
+    tool_calls: Absent = None
 
     def plain(self) -> dict[str, str]:
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
+        role = (
+            "system" if self.role == "developer" else self.role
+        )  # OpenAI's newer word for it; templates know the older
+        return {"role": role, "content": text}
+
+
+_LABEL_FIELDS = frozenset(("service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata"))
 
 
 class _Generation(_Strict):
@@ -63,14 +85,37 @@ class _Generation(_Strict):
     logit_bias: dict[str, float] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None  # vLLM's name for it
-    user: str | None = None  # a label of the caller's; neither logged nor used
+    service_tier: Tier | None = None
+    user: str | None = None
+    safety_identifier: str | None = None  # OpenAI's newer name for it
+    prompt_cache_key: str | None = None  # OpenAI's word for a session id
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def _labels(self, labels: CallLabels) -> CallLabels:
+        """With what the body says; a session id or class of the headers' wins."""
+        if self.model_fields_set.isdisjoint(_LABEL_FIELDS):
+            return labels
+        return replace(
+            labels,
+            session_id=labels.session_id or self.prompt_cache_key or "",
+            slo_class=slo_class_of(self.service_tier, labels.slo_class),
+            user=self.user or self.safety_identifier or "",
+            metadata=self.metadata or {},
+        )
+
     def _spec(
-        self, prompt: Prompt, labels: CallLabels, api: str, max_tokens: int | None, logprobs: int | None
+        self,
+        prompt: Prompt,
+        labels: CallLabels,
+        api: str,
+        max_tokens: int | None,
+        logprobs: int | None,
+        echo: bool = False,
     ) -> CallSpec:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
@@ -95,8 +140,9 @@ class _Generation(_Strict):
                 n=self.n,
             ),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            priority=self.priority or 0,
-            labels=labels,
+            priority=priority_of(self.service_tier, self.priority),
+            labels=self._labels(labels),
+            echo=echo,
             api=api,
         )
 
@@ -108,6 +154,18 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tool_choice: Literal["none"] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    tools: Absent = None
+    parallel_tool_calls: Absent = None
+    functions: Absent = None
+    function_call: Absent = None
+    audio: Absent = None
+    prediction: Absent = None
+    verbosity: Absent = None
+    web_search_options: Absent = None
 
     def spec(self, labels: CallLabels) -> CallSpec:
         prompt = ChatPrompt([message.plain() for message in self.messages])
@@ -133,9 +191,15 @@ class CompletionRequest(_Generation):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Absent = None
 
     def spec(self, labels: CallLabels) -> CallSpec:
-        return self._spec(_one_prompt(self.prompt), labels, "completions", self.max_tokens, self.logprobs)
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest(f"best_of is {self.best_of}; the limit is n, {self.n or 1}", field="best_of")
+        prompt = _one_prompt(self.prompt)
+        return self._spec(prompt, labels, "completions", self.max_tokens, self.logprobs, bool(self.echo))
 
 
 class TokenizeRequest(_Strict):
@@ -172,6 +236,8 @@ def parse(kind: type[Body], data: object) -> Body:
         field = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             raise InvalidRequest(f"{field} is not a field that this server knows", field=field) from None
+        if first["type"] == "none_required":
+            raise InvalidRequest(f"{field} is not supported by this server", field=field) from None
         raise InvalidRequest(f"{field}: {first['msg']}", field=field) from None
 
 

@@ -7,7 +7,7 @@ pools, and fills in every default. Each error names the field and the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, NotFound
@@ -21,7 +21,10 @@ MAX_MESSAGES = 1_024  # a turn has at least 8 tokens of markup: more cannot fit 
 MAX_LOGIT_BIAS = 1_024  # entries; OpenAI accepts 300
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_CHARS = 512  # of one stop string; as much text may be held back
-MAX_LABEL_CHARS = 256  # request_id, session_id: they go into logs
+MAX_LABEL_CHARS = 256  # request_id, session_id: they go into logs; user
+MAX_METADATA = 16  # pairs; this and the two below as OpenAI has them
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -85,6 +88,8 @@ def check(spec: CallSpec, limits: Limits) -> None:
     _check_sampling(spec.sampling, limits)
     _check_stop(spec.stop, limits)
     _PRIORITY.check("priority", spec.priority)
+    if spec.echo and spec.sampling.logprobs is not None:
+        raise InvalidRequest("echo does not go with logprobs: a prompt's own are not computed", field="echo")
 
 
 def resolve(spec: CallSpec, num_prompt_tokens: int, pools: PoolLimits, seed: int) -> SamplingParams:
@@ -158,7 +163,7 @@ def _shown(text: str) -> str:
 
 
 def _check_labels(labels: CallLabels) -> None:
-    for field, text in (("request_id", labels.request_id), ("session_id", labels.session_id)):
+    for field, text in (("request_id", labels.request_id), ("session_id", labels.session_id), ("user", labels.user)):
         check_text(field, text)
         if len(text) > MAX_LABEL_CHARS:
             raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_LABEL_CHARS}", field=field)
@@ -169,6 +174,19 @@ def _check_labels(labels: CallLabels) -> None:
             _TARGET_MS.check(field, target)
     if labels.timeout_s is not None:
         _TIMEOUT_S.check("timeout_s", labels.timeout_s)
+    if labels.metadata:
+        _check_metadata(labels.metadata)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata has {len(metadata)} pairs; the limit is {MAX_METADATA}", field="metadata")
+    for key, value in metadata.items():
+        for what, text, limit in (("key", key, MAX_METADATA_KEY_CHARS), ("value", value, MAX_METADATA_VALUE_CHARS)):
+            if len(text) > limit:
+                raise InvalidRequest(
+                    f"metadata has a {what} of {len(text)} characters; the limit is {limit}", field="metadata"
+                )
 
 
 def _check_prompt(spec: CallSpec, limits: Limits) -> None:
