@@ -26,7 +26,7 @@ from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
 from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look, place
-from router.prefix_index import Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
+from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
@@ -162,6 +162,7 @@ class Endpoint:
     def _follow(self, root: PrefixRoot, num_blocks: int) -> WorkerPrefixes:
         self.rates, self._idle_step_s, self._num_steps_learned = Rates(), 0.0, 0
         self._peers = self._fleet.peers_like(root.fingerprint, self.shape)
+        self._fleet.expected.forget(self.row)
         return self._fleet.prefixes.follow(self.row, root, num_blocks)
 
     def _note_load(self, load: worker_pb2.Load) -> None:
@@ -236,6 +237,7 @@ class Endpoint:
         table.clear(self.row)
         await self.session.close()
         self._fleet.prefixes.forget(self.row)
+        self._fleet.expected.forget(self.row)
         table.free(self.row)
 
     def send_peers(self, peers: list[worker_pb2.Peer]) -> None:
@@ -272,6 +274,7 @@ class Fleet:
         self.liveness = liveness
         self.table = WorkerTable()
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
+        self.expected = ExpectedPrefixes(MAX_WORKERS)
         self._local_prefill_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
         self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
         self._by_row: dict[int, Endpoint] = {}
@@ -513,11 +516,19 @@ class Fleet:
         found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
         if isinstance(found, NoPlace):
             return found
-        return self._take(found, plan(found, outlook), demand.session_id)
+        return self._take(found, plan(found, outlook), demand)
 
     def forecast(self, demand: Demand) -> Choice | NoPlace:
         """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""
         return choose(self._look(demand, self._demoted), local_prefill_tokens=self._local_prefill_tokens)
+
+    def cached_tokens(self, hashes: Hashes) -> int:
+        """Leading tokens of a prompt that some worker that computes prompts has cached."""
+        if not hashes:
+            return 0
+        topology, num_blocks = self.table.topology(), self.prefixes.leading(hashes, len(self.table))
+        sizes = [root.block_size for root in hashes]
+        return int(num_blocks[topology.prefill | topology.both].max(initial=0)) * min(sizes)
 
     def backlog(self) -> Backlog:
         """How much work waits for those who take calls."""
@@ -529,18 +540,21 @@ class Fleet:
         if demand.session_id and not demand.home:
             demand = replace(demand, home=self._homes.get(demand.session_id, ""))
         blocks = self.prefixes.leading(demand.hashes, len(self.table))
+        np.maximum(blocks, self.expected.leading(demand.hashes, len(self.table)), out=blocks)
         np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
         return look(self.table, demand, avoid)
 
-    def _take(self, choice: Choice, plan: Plan, session_id: str) -> Placed:
+    def _take(self, choice: Choice, plan: Plan, demand: Demand) -> Placed:
         prefill, decode = self._by_row[choice.prefill_row], self._by_row[choice.decode_row]
         holder = self._by_row[self.table.row_of[plan.pull.worker_id]] if plan.pull is not None else None
         if plan.forgone:
             prefill.rates.forgo_pull()
         self.table.last_chosen[choice.prefill_row] = self.table.last_chosen[choice.decode_row] = next(self._serial)
-        if session_id:
-            self._homes[session_id] = choice.decode
-            self._homes.move_to_end(session_id)
+        if demand.hashes and prefill.session.view is not None:
+            self.expected.add(choice.prefill_row, demand.hashes, prefill.session.view.prefixes.root)
+        if demand.session_id:
+            self._homes[demand.session_id] = choice.decode
+            self._homes.move_to_end(demand.session_id)
             if len(self._homes) > MAX_SESSIONS:
                 self._homes.popitem(last=False)
         return Placed(prefill, decode, plan, holder)

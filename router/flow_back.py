@@ -68,14 +68,14 @@ def can_pull(workers: WorkerTable, holder: int) -> Mask:
     return linked & lacking
 
 
-def pulls_s(workers: WorkerTable, prompt_tokens: int, forecasts: Forecasts, holder: int) -> Floats:
-    """Time to the first token on every row that pulls from `holder`, [rows]."""
+def pulled(workers: WorkerTable, prompt_tokens: int, forecasts: Forecasts, holder: int) -> tuple[Floats, Floats]:
+    """Time to the first token on every row that pulls from `holder`, and what of it is computing, [rows] each."""
     num_cached = workers.cached_tokens[holder]
     nbytes = (num_cached - workers.cached_tokens) * workers.token_bytes[holder]
-    rest_s = (prompt_tokens - num_cached) / workers.prefill_tokens_per_s
+    compute_s: Floats = (prompt_tokens - num_cached) / workers.prefill_tokens_per_s
     ready_s = np.maximum(forecasts.queue_s, _move_s(nbytes, workers.kv_bytes_per_s, workers.step_s[holder]))
-    ttft_s: Floats = ready_s + rest_s
-    return ttft_s
+    ttft_s: Floats = ready_s + compute_s
+    return ttft_s, compute_s
 
 
 def _move_s(nbytes: Number, bytes_per_s: Number, step_s: float) -> Number:

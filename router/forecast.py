@@ -27,18 +27,17 @@ class Forecasts:
 
     lacking_tokens: Floats  # of the prompt, to be computed
     queue_s: Floats
+    compute_s: Floats  # of what is lacking
     ttft_s: Floats  # where the worker computes all that it lacks
     tpot_s: Floats
 
 
 def forecast(workers: WorkerTable, prompt_tokens: int) -> Forecasts:
     lacking = prompt_tokens - workers.cached_tokens
-    return Forecasts(
-        lacking_tokens=lacking,
-        queue_s=workers.waiting_tokens / workers.prefill_tokens_per_s,
-        ttft_s=(workers.waiting_tokens + lacking) / workers.prefill_tokens_per_s,
-        tpot_s=workers.step_s + workers.step_s_per_seq + workers.step_s_per_token * prompt_tokens,
-    )
+    queue_s = workers.waiting_tokens / workers.prefill_tokens_per_s
+    compute_s = lacking / workers.prefill_tokens_per_s
+    tpot_s = workers.step_s + workers.step_s_per_seq + workers.step_s_per_token * prompt_tokens
+    return Forecasts(lacking, queue_s, compute_s, queue_s + compute_s, tpot_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ from baton.hashing import BlockHash, block_hashes, max_prefix_hit_blocks, root_h
 from router._prefix_index import Index
 
 
+MAX_EXPECTED_BLOCKS = 65_536  # of one generation; half of it, 4 M tokens of prompts, is a minute of one router's calls
+EXPECTED_STRIDE_TOKENS = 128  # which take 2 ms to compute on an H200 (calibration/dynamo_h200)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixRoot:
     """What block hashes depend on, besides tokens and tenant."""
@@ -77,6 +81,50 @@ class PrefixIndex:
     def num_ignored(self) -> int:
         """Reports of a block for which there was no room."""
         return self._index.num_ignored
+
+
+class ExpectedPrefixes:
+    """The prompts that this router has just given to workers, which will cache them: of two that begin alike and come together
+    the second one finds the first.
+
+    Two generations: the younger one fills, then takes the place of the elder, which is forgotten, by then long confirmed by its
+    workers, or never to be. Every EXPECTED_STRIDE_TOKENS a block is kept: enough to see where long prompts part, at a
+    fraction of the work.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._elder, self._younger = self._empty(), self._empty()
+
+    def _empty(self) -> Index:
+        return Index(MAX_EXPECTED_BLOCKS, self._max_rows)
+
+    def add(self, row: int, hashes: Hashes, root: PrefixRoot) -> None:
+        """A prompt was given to the row's worker."""
+        self._younger.apply(row, hashes.get(root, ())[_stride(root) - 1 :: _stride(root)], ())
+        if self._younger.num_blocks > MAX_EXPECTED_BLOCKS // 2:
+            self._elder, self._younger = self._younger, self._empty()
+
+    def forget(self, row: int) -> None:
+        """Its worker lost everything."""
+        self._elder.reset(row)
+        self._younger.reset(row)
+
+    def leading(self, hashes: Hashes, num_rows: int) -> npt.NDArray[np.int32]:
+        """Blocks of a prompt that each row's worker will cache, a little less than the truth; [num_rows]."""
+        found = np.zeros(num_rows, np.int32)
+        for root, chain in hashes.items():
+            stride = _stride(root)
+            some = chain[stride - 1 :: stride]
+            for index in (self._elder, self._younger):
+                part = np.zeros(num_rows, np.int32)
+                index.match(some, part)
+                np.maximum(found, stride * part, out=found)
+        return found
+
+
+def _stride(root: PrefixRoot) -> int:
+    return max(1, EXPECTED_STRIDE_TOKENS // root.block_size)
 
 
 class WorkerPrefixes:

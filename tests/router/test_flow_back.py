@@ -12,7 +12,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.request import Role
 from baton.v1 import worker_pb2
 from router.flow_back import Compute, Plan, Pull, best, options, plan
-from router.placement import AFFINITY, NEARLY, Choice, Demand, choose, look
+from router.placement import AFFINITY, Choice, Demand, choose, look
 from router.prefix_index import PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
 from router.rates import DEFAULT_KV_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, PULL_OVERHEAD_S, Rates
 from router.worker_table import LinkView, WorkerSnapshot, table_of
@@ -264,7 +264,7 @@ def test_a_shared_beginning_does_not_gather_everybody_on_one_decode_worker() -> 
 def test_a_prompt_goes_to_the_prefill_worker_that_caches_it_unless_others_are_much_freer() -> None:
     cold, warm = prefill("p0"), prefill("p1", cached_tokens=800, waiting_tokens=500, last_chosen=9)
     assert planned([cold, warm, holder()]).choice.prefill == "p1"
-    assert planned([cold, replace(warm, waiting_tokens=900), holder()]).choice.prefill == "p0"
+    assert planned([cold, replace(warm, waiting_tokens=2_000), holder()]).choice.prefill == "p0"
 
 
 def test_where_both_can_have_it_the_prefill_worker_with_less_to_pull_is_chosen() -> None:
