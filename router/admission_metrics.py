@@ -13,22 +13,8 @@ from router.tenants import Tenant
 
 MAX_TENANTS = 100  # two counters and a gauge each: 300 series of one router
 OTHER = "other"
-_WAIT_BUCKETS = (
-    0.001,
-    0.005,
-    0.02,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2,
-    4,
-    8,
-    15,
-    30,
-    60,
-)  # seconds; around a pump, a window, TTFTs
+# Seconds: around a pump, a window, targets.
+_WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 
 
 class AdmissionMetrics:

@@ -1,6 +1,6 @@
 """Whose turn it is, live: quotas and the admission policy with a clock, a fleet and calls that wait.
 
-    place = turns.knock(tenant, n)    counted against the tenant's limits
+    place = turns.knock(tenant, ...)  counted against the tenant's limits
     place.arrive(turn, reports)       judged by forecast, perhaps released at once
     await place.wait()                returns when the call may go to the workers
     place.close()                     in the `finally` of whoever knocked: everything is given back, now
@@ -103,12 +103,12 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         metrics.follow(lambda: len(self.admission.queue), lambda: self.admission.queue.tokens)
 
-    def knock(self, tenant: Tenant, num_seqs: int) -> Place:
+    def knock(self, tenant: Tenant, num_seqs: int, slo_class: str) -> Place:
         """Raises: Overloaded, where a limit of the tenant is reached."""
         try:
             self.quotas.take(tenant, num_seqs, time.monotonic())
         except Overloaded as error:
-            self._metrics.shed("", error.field)
+            self._metrics.shed(slo_class, error.field)
             raise
         return Place(self, tenant, num_seqs)
 

@@ -1,0 +1,277 @@
+"""More calls than the fleet can take, over the real front end: bounded, in fair order, refused in time, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from baton.errors import Overloaded
+from baton.model_files import ModelFiles
+from baton.v1 import worker_pb2
+from router.admission import Admission
+from tests.router.router_rig import Rig, request, running_rig, until
+from tests.router.stub_worker import StubWorker, start_pair
+
+BATCH = {"x-slo-class": "batch"}  # a minute to the first token: bounds decide, not forecasts
+BODY: dict[str, object] = {"prompt": "hello", "max_tokens": 3}
+KEYS = {name: f"bk-{name}" for name in ("heavy", "light", "narrow")}
+
+
+async def slow_pair(tokens_per_s: int = 100) -> tuple[StubWorker, StubWorker]:
+    """Workers of a known speed whose prompts come out when the test opens the gate."""
+    prefill, decode = await start_pair()
+    # A thousand tokens in a hundred steps: what the first report says is the first sample of its speed.
+    prefill.kv_load = worker_pb2.Load(prompt_tokens_computed=1_000, num_steps=100, step_ms=1e4 / tokens_per_s)
+    prefill.script.prefill_gate.clear()
+    return prefill, decode
+
+
+def admission(rig: Rig) -> Admission:
+    return rig.front_end.calls._turns.admission
+
+
+def key_file(folder: Path) -> str:
+    def entry(name: str, **settings: object) -> dict[str, object]:
+        return {"name": name, "sha256": hashlib.sha256(KEYS[name].encode()).hexdigest(), **settings}
+
+    limits = {"max_concurrent": 2, "slo_classes": ["batch"], "requests_per_min": 100}
+    path = folder / "keys.json"
+    path.write_text(json.dumps({"keys": [entry("heavy"), entry("light", share_cache=True), entry("narrow", **limits)]}))
+    return str(path)
+
+
+def by(name: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[name]}", **BATCH, **more}
+
+
+async def post(rig: Rig, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
+    return await rig.http.post("/v1/completions", json={**BODY, **body}, headers=headers or BATCH)
+
+
+def background(tasks: list[asyncio.Task[Any]], coroutine: Any) -> None:
+    tasks.append(asyncio.create_task(coroutine))
+
+
+async def test_o1_a_burst_beyond_the_queue_is_refused_at_once_and_the_accepted_are_served(files: ModelFiles) -> None:
+    workers = await slow_pair()
+    async with running_rig(files, workers, max_queued=8) as rig:
+        calls = [asyncio.create_task(post(rig)) for _ in range(20)]
+        streams = [
+            asyncio.create_task(rig.generate(request(max_tokens=3), metadata=tuple(BATCH.items()))) for _ in range(20)
+        ]
+        await until(lambda: sum(task.done() for task in calls + streams) >= 30, "the surplus is refused")
+        refused = [task.result() for task in calls if task.done()]
+        statuses = [task.result().status for task in streams if task.done()]
+        assert len(refused) + len(statuses) <= 31  # one or two are being computed, eight wait
+        assert {response.status_code for response in refused} <= {429}
+        assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+        assert all(status is not None and status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED for status in statuses)
+        assert len(workers[0].submits) <= 2
+        workers[0].script.prefill_gate.set()
+        for call in calls:
+            assert (await call).status_code in (200, 429)
+        for stream in streams:
+            answer = await stream
+            assert answer.done is not None or answer.error is not None
+        served = sum(call.result().status_code == 200 for call in calls) + sum(
+            s.result().done is not None for s in streams
+        )
+        assert served == 40 - len(refused) - len(statuses)
+        await rig.idle()
+        assert (admission(rig).num_seqs, len(admission(rig).queue)) == (0, 0)
+
+
+async def test_o1_where_decode_refuses_everything_prefill_is_told_to_stop(files: ModelFiles) -> None:
+    workers = await start_pair()
+    workers[0].script.fail_prefill = Overloaded("the decode queue is full", retry_after_s=1.0)
+    async with running_rig(files, workers, max_retries=1) as rig:
+        response = await post(rig)
+        assert response.status_code == 429
+        await rig.idle()
+
+
+async def test_a_call_that_leaves_the_queue_frees_its_place_at_once_and_no_worker_hears_of_it(
+    files: ModelFiles,
+) -> None:
+    workers = await slow_pair()
+    async with running_rig(files, workers) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        for _ in range(6):
+            background(tasks, post(rig))
+        await until(lambda: admission(rig).num_seqs == 6, "all are inside")
+        num_waiting = len(admission(rig).queue)
+        assert num_waiting >= 4
+        tasks[-1].cancel()
+        call = rig.stub.Generate(request(max_tokens=3), metadata=tuple(BATCH.items()))
+        await until(lambda: admission(rig).num_seqs == 6, "one left, one came")
+        call.cancel()
+        await until(lambda: admission(rig).num_seqs == 5, "both have left")
+        assert len(admission(rig).queue) in (num_waiting - 1, num_waiting - 2)  # time may have released one more
+        assert len(workers[0].submits) <= 2
+        workers[0].script.prefill_gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await rig.idle()
+        assert len(workers[0].submits) == 5
+
+
+@pytest.mark.parametrize("way", ["http", "grpc"])
+async def test_a_deadline_that_passes_in_the_queue_ends_the_call_there(files: ModelFiles, way: str) -> None:
+    workers = await slow_pair()
+    async with running_rig(files, workers) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        for _ in range(3):
+            background(tasks, post(rig))
+        await until(lambda: admission(rig).num_seqs == 3, "the queue is not empty")
+        if way == "http":
+            response = await post(rig, {**BATCH, "x-request-timeout-ms": "800"})
+            assert response.status_code == 504
+        else:
+            answer = await rig.generate(request(max_tokens=3), metadata=tuple(BATCH.items()), timeout=0.8)
+            assert answer.status is not None
+            assert answer.status.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: admission(rig).num_seqs == 3, "it has left")
+        workers[0].script.prefill_gate.set()
+        await asyncio.gather(*tasks)
+        await rig.idle()
+        assert len(workers[0].submits) == 3
+
+
+async def test_a_call_that_would_miss_its_target_is_shed_while_one_with_more_patience_waits(files: ModelFiles) -> None:
+    workers = await slow_pair(tokens_per_s=10)
+    async with running_rig(files, workers) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        for _ in range(4):
+            background(tasks, post(rig))
+        await until(lambda: admission(rig).num_seqs == 4, "some wait")
+        shed = await rig.http.post("/v1/completions", json=BODY, headers={**BATCH, "x-slo-ttft-ms": "900"})
+        assert shed.status_code == 429
+        assert int(shed.headers["retry-after"]) >= 1
+        assert "TTFT" in shed.json()["error"]["message"]
+        late = await rig.http.post("/v1/completions", json=BODY, headers={**BATCH, "x-request-timeout-ms": "700"})
+        assert late.status_code in (429, 504)
+        background(tasks, post(rig))
+        await until(lambda: admission(rig).num_seqs == 5, "the patient one waits")
+        page = (await rig.http.get("/metrics")).text
+        assert 'baton_requests_shed_total{reason="ttft",slo_class="batch"} 1.0' in page
+        assert f"baton_admission_queue_length {float(len(admission(rig).queue))}" in page
+        workers[0].script.prefill_gate.set()
+        assert {response.status_code for response in await asyncio.gather(*tasks)} == {200}
+        await rig.idle()
+
+
+async def test_a_tenant_that_takes_less_goes_before_the_backlog_of_another(files: ModelFiles, tmp_path: Path) -> None:
+    workers = await slow_pair()
+    async with running_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        for number in range(10):
+            background(tasks, post(rig, by("heavy", **{"x-request-id": f"heavy-{number}"})))
+        await until(lambda: admission(rig).num_seqs == 10, "the backlog is there")
+        background(tasks, post(rig, by("light", **{"x-request-id": "light"})))
+        await until(lambda: admission(rig).num_seqs == 11, "the light one waits")
+        num_before = len(workers[0].submits)
+        workers[0].script.prefill_gate.set()
+        await asyncio.gather(*tasks)
+        order = [submit.request.request_id for submit in workers[0].submits]
+        assert order[num_before] == "light"
+        salts = {submit.request.request_id[:5]: submit.request.tenant_salt for submit in workers[0].submits}
+        assert salts == {"heavy": b"heavy", "light": b""}
+        page = (await rig.http.get("/metrics")).text
+        assert 'baton_tenant_tokens_total{tenant="light",kind="output"} 3.0' in page
+
+
+async def test_keys_are_asked_for_on_both_apis_and_what_they_allow_is_kept(files: ModelFiles, tmp_path: Path) -> None:
+    async with running_rig(files, api_keys_file=key_file(tmp_path)) as rig:
+        for path, body in (("/v1/completions", BODY), ("/v1/tokenize", {"prompt": "a"})):
+            for headers in ({}, {"authorization": "Bearer bk-guess"}):
+                response = await rig.http.post(path, json=body, headers=headers)
+                assert response.status_code == 401
+                assert (response.json()["error"]["code"], response.json()["error"]["param"]) == (
+                    "unauthenticated",
+                    "authorization",
+                )
+        assert (await rig.http.get("/v1/models")).status_code == 401
+        assert (await rig.http.get("/v1/models", headers=by("light"))).status_code == 200
+        assert (await rig.http.get("/readyz")).status_code == 200
+        answer = await rig.generate(request())
+        assert answer.status is not None
+        assert answer.status.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await post(rig, by("light"))).status_code == 200
+        metadata = (("x-api-key", KEYS["light"]),)
+        assert (await rig.generate(request(max_tokens=2), metadata=metadata)).done is not None
+        wrong_class = await post(rig, {**by("narrow"), "x-slo-class": "interactive"})
+        assert wrong_class.status_code == 400
+        assert wrong_class.json()["error"]["param"] == "slo.class_name"
+        assert not any("bk-" in str(submit) for submit in rig.prefill.submits)
+
+
+async def test_a_key_s_concurrency_is_in_sequences_and_comes_back(files: ModelFiles, tmp_path: Path) -> None:
+    async with running_rig(files, api_keys_file=key_file(tmp_path)) as rig:
+        three = await post(rig, by("narrow"), n=3)
+        assert three.status_code == 429
+        assert three.json()["error"]["param"] == "max_concurrent"
+        assert "the limit of this key is 2" in three.json()["error"]["message"]
+        for _ in range(5):
+            assert (await post(rig, by("narrow"), n=2)).status_code == 200
+        assert (await post(rig, by("narrow"), max_tokens=10**6)).status_code == 400
+        await rig.idle()
+        quotas = rig.front_end.calls._turns.quotas
+        assert quotas.num_seqs(rig.front_end.calls.keys.ring.tenants["narrow"]) == 0
+
+
+async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path: Path) -> None:
+    workers = await slow_pair()
+    async with running_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+        task = asyncio.create_task(post(rig, by("heavy", **{"x-request-id": "mine"})))
+        await until(lambda: len(workers[0].submits) == 1, "it runs")
+        calls = rig.front_end.calls
+        tenants = calls.keys.ring.tenants
+        assert calls.abort(tenants["light"], "mine") == 0
+        assert calls.abort(tenants["heavy"], "mine") == 1
+        assert (await task).status_code == 499
+        await rig.idle()
+
+
+async def test_n1_n3_counts_come_back_after_cancels_rejects_and_retries(files: ModelFiles) -> None:
+    rng = random.Random(3)
+    workers = await slow_pair(tokens_per_s=1_000)
+    async with running_rig(files, workers, max_queued=16, max_retries=2) as rig:
+
+        async def one(number: int) -> str:
+            try:
+                async with asyncio.timeout(rng.uniform(0.0, 0.3) if rng.random() < 0.5 else 30.0):
+                    if number % 3 == 0:
+                        answer = await rig.generate(request(max_tokens=3), metadata=tuple(BATCH.items()))
+                        return "done" if answer.done is not None else "refused"
+                    response = await post(rig, stream=number % 3 == 1)
+                    return "done" if response.status_code == 200 else "refused"
+            except TimeoutError:
+                return "left"
+
+        async def disturb() -> None:
+            """Prompts come out in fits, and now and then the worker has no room."""
+            for _ in range(40):
+                workers[0].script.prefill_gate.set()
+                workers[0].script.refuse = Overloaded("full", retry_after_s=0.1) if rng.random() < 0.3 else None
+                await asyncio.sleep(0.005)
+                workers[0].script.prefill_gate.clear()
+                await asyncio.sleep(0.01)
+            workers[0].script.refuse = None
+            workers[0].script.prefill_gate.set()
+
+        ends = await asyncio.gather(disturb(), *(one(number) for number in range(200)))
+        assert len([end for end in ends if end == "refused"]) >= 20
+        assert "done" in ends
+        assert "left" in ends
+        await rig.idle()
+        policy = admission(rig)
+        assert (policy.num_seqs, len(policy.queue), policy.queue.tokens) == (0, 0, 0.0)
+        assert rig.front_end.calls.num_inflight == 0
+        assert (await rig.generate(request(max_tokens=3))).token_ids == [300, 301, 302]
