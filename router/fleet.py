@@ -26,9 +26,10 @@ from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
 from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look, place
-from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes, hash_prompt
+from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, PromptHashing, WorkerPrefixes
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
+from router.session_cache import HashCache
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
 
 log = get_log("router.fleet")
@@ -293,6 +294,7 @@ class Fleet:
         self._decode_peers: list[worker_pb2.Peer] = []  # as prefill workers were told
         self._limits: PoolLimits | None = None  # None = not known, or to be found again
         self._roots: frozenset[PrefixRoot] | None = None  # of all workers; None = to be found again
+        self._known_hashes = HashCache()
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -454,9 +456,10 @@ class Fleet:
         if self._roots is None:
             views = [endpoint.session.view for endpoint in self.endpoints]
             self._roots = frozenset(view.prefixes.root for view in views if view is not None)
-        if len(request.token_ids) * len(self._roots) <= INLINE_HASH_TOKENS:
-            return hash_prompt(request.token_ids, request.tenant_salt, self._roots)
-        return await asyncio.to_thread(hash_prompt, request.token_ids, request.tenant_salt, self._roots)
+        hashing = PromptHashing(self._known_hashes, request.token_ids, request.tenant_salt, self._roots)
+        if hashing.num_tokens_left <= INLINE_HASH_TOKENS:
+            return hashing.finish()
+        return await asyncio.to_thread(hashing.finish)
 
     def unready_reason(self) -> str:
         """Why no call could be served now; "" = one could, over a link that was proved."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.hashing import BlockHash, block_hashes, max_prefix_hit_blocks, root_hash
+from baton.hashing import ID_BYTES, BlockHash, max_prefix_hit_blocks, packed_ids, root_hash
 from router._prefix_index import Index
-
+from router.session_cache import HashCache, PromptHashes
 
 MAX_EXPECTED_BLOCKS = 65_536  # of one generation; half of it, 4 M tokens of prompts, is a minute of one router's calls
 EXPECTED_STRIDE_TOKENS = 128  # which take 2 ms to compute on an H200 (calibration/dynamo_h200)
@@ -37,14 +37,33 @@ class PrefixRoot:
 Hashes = Mapping[PrefixRoot, Sequence[BlockHash]]  # of one prompt, first block first
 
 
+class PromptHashing:
+    """A prompt on its way to Hashes: all whole blocks that do not hold the last token, which can never be cached."""
+
+    def __init__(
+        self, known: HashCache, token_ids: Sequence[int], tenant_salt: bytes, roots: Iterable[PrefixRoot]
+    ) -> None:
+        """Find what `known` has; cheap, for the event loop."""
+        packed = packed_ids(token_ids)
+        self._chains: dict[PrefixRoot, PromptHashes] = {}
+        for root in roots:
+            num_tokens = max_prefix_hit_blocks(len(token_ids), root.block_size) * root.block_size
+            parent = root_hash(root.fingerprint, root.kv_dtype, tenant_salt)
+            self._chains[root] = known.begin(parent, packed[: num_tokens * ID_BYTES], root.block_size)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """To be hashed by `finish`."""
+        return sum(chain.num_tokens_left for chain in self._chains.values())
+
+    def finish(self) -> Hashes:
+        """Hash what is left. Once, on any thread; 0.8 us per block."""
+        return {root: chain.finish() for root, chain in self._chains.items()}
+
+
 def hash_prompt(token_ids: Sequence[int], tenant_salt: bytes, roots: Iterable[PrefixRoot]) -> Hashes:
-    """Hash what can be taken from a cache: all whole blocks that do not hold the last token. 1.0 us per block."""
-    hashes = {}
-    for root in roots:
-        num_blocks = max_prefix_hit_blocks(len(token_ids), root.block_size)
-        parent = root_hash(root.fingerprint, root.kv_dtype, tenant_salt)
-        hashes[root] = block_hashes(parent, token_ids[: num_blocks * root.block_size], root.block_size)
-    return hashes
+    """The same for a prompt of which nothing is known."""
+    return PromptHashing(HashCache(), token_ids, tenant_salt, roots).finish()
 
 
 class PrefixIndex:

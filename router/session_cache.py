@@ -1,7 +1,7 @@
 """What the last turns of conversations cost, kept: token ids of pieces of text, and hashes of runs of blocks.
 
 A turn's prompt repeats the last one's and adds to it. So both are kept by content, not by session: a piece of text
-(router/text_cuts.py) by its characters, a run of blocks by its parent's hash and its tokens. Equal content has equal tokens
+(router/piece_encoder.py) by its characters, a run of blocks by its parent's hash and its tokens. Equal content has equal tokens
 and hashes whoever sent it; conversations that share a beginning share its entries, and nothing has to be invalidated.
     Exact     a key is the whole content, compared by equality
     Bounded   in bytes, keys and bookkeeping included; the least recently used goes first
@@ -12,20 +12,14 @@ Any thread: short operations under a lock, none of which encodes or hashes.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-from tokenizers import Tokenizer as HFTokenizer
+from baton.hashing import HASH_BYTES, ID_BYTES, BlockHash, hash_packed
 
-from baton.hashing import HASH_BYTES, ID_BYTES, BlockHash, hash_packed, packed_ids
-from router.text_cuts import TextCuts
-
-TEXT_BYTES = 64 << 20  # about 30 million characters of English: 300 conversations of 100k characters; docs/api.md
 HASH_CACHE_BYTES = 32 << 20  # about 4 million tokens; docs/api.md
 RUN_BLOCKS = 64  # kept together: a look-up costs 4 us and saves 50; what follows the last whole run is hashed anew
 ENTRY_BYTES = 300  # of an entry besides its key and value: dict slot, link, tuple; measured with tracemalloc: 260-290
@@ -71,61 +65,6 @@ class ByteBoundedLru(Generic[Key, Value]):
 
 
 RunCache = ByteBoundedLru[bytes, Sequence[BlockHash]]  # parent | packed ids -> hashes
-TextCache = ByteBoundedLru[tuple[bytes, str], "array[int]"]  # tenant's salt, text -> ids
-
-
-class PieceEncoder:
-    """One tokenizer, which encodes what it has not encoded lately. Adds no special tokens around a text."""
-
-    def __init__(self, tokenizer_json: str, max_bytes: int = TEXT_BYTES) -> None:
-        self._hf = HFTokenizer.from_str(tokenizer_json)
-        self._hf.no_truncation()  # a prompt that is too long is refused, never cut
-        self._hf.no_padding()
-        self._cuts = TextCuts(json.loads(tokenizer_json))
-        self._known: TextCache = ByteBoundedLru(max_bytes)
-
-    def begin(self, text: str, salt: bytes) -> TextTokens:
-        """Find what is known; cheap, for the event loop. `salt` is the tenant's."""
-        keys = [(salt, piece) for piece in self._cuts.pieces(text)]
-        return TextTokens(self._hf, self._known, keys)
-
-    def id_of(self, token: str) -> int | None:
-        """None where the vocabulary has no such token."""
-        token_id: int | None = self._hf.token_to_id(token)
-        return token_id
-
-    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Special tokens that the tokenizer puts before and behind a plain text."""
-        bare, whole = self._hf.encode("a", add_special_tokens=False).ids, self._hf.encode("a").ids
-        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        return tuple(whole[:start]), tuple(whole[start + len(bare) :])
-
-
-class TextTokens:
-    """A text on its way to token ids."""
-
-    def __init__(self, hf: HFTokenizer, known: TextCache, keys: Sequence[tuple[bytes, str]]) -> None:
-        self._hf = hf
-        self._known = known
-        self._keys = keys
-        self._ids = [known.get(key) for key in keys]
-
-    @property
-    def num_chars_left(self) -> int:
-        """To be encoded by `finish`."""
-        return sum(len(piece) for (_, piece), ids in zip(self._keys, self._ids, strict=True) if ids is None)
-
-    def finish(self) -> tuple[int, ...]:
-        """Encode what is left and keep it. Once, on any thread."""
-        token_ids: array[int] = array("I")
-        for key, ids in zip(self._keys, self._ids, strict=True):
-            token_ids += self._encode(key) if ids is None else ids
-        return tuple(token_ids)
-
-    def _encode(self, key: tuple[bytes, str]) -> array[int]:
-        ids = array("I", self._hf.encode(key[1], add_special_tokens=False).ids)
-        self._known.put(key, ids, sys.getsizeof(key[1]) + sys.getsizeof(ids))
-        return ids
 
 
 class HashCache:
@@ -134,9 +73,9 @@ class HashCache:
     def __init__(self, max_bytes: int = HASH_CACHE_BYTES) -> None:
         self._runs: RunCache = ByteBoundedLru(max_bytes)
 
-    def begin(self, root: BlockHash, token_ids: Sequence[int], block_size: int) -> PromptHashes:
-        """Find what is known; cheap, for the event loop. `root` binds the tenant (baton.hashing.root_hash)."""
-        return PromptHashes(self._runs, root, packed_ids(token_ids), block_size)
+    def begin(self, root: BlockHash, packed: bytes, block_size: int) -> PromptHashes:
+        """Find what is known; cheap, for the event loop. `root` binds the tenant, `packed` are ids (baton/hashing.py)."""
+        return PromptHashes(self._runs, root, packed, block_size)
 
 
 class PromptHashes:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from baton.errors import InvalidRequest
 from router.chat_template import INLINE_WORK, ChatTemplate, OverBudget
 from router.detokenizer import TokenTable
-from router.session_cache import PieceEncoder
+from router.piece_encoder import PieceEncoder
 from router.untrusted_text import UntrustedText, unguessable
 
 NUM_THREADS = 2  # one long prompt must not hold up every short one

@@ -17,7 +17,7 @@ import functools
 import json
 import secrets
 
-from router.session_cache import PieceEncoder
+from router.piece_encoder import PieceEncoder
 
 _MARK_CHARS = 8  # of 256 values each: 64 bits nobody can guess
 _PRIVATE_USE = 0xE000  # Unicode's private use area, where no special token has its name

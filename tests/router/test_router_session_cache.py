@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from baton.hashing import block_hashes, packed_ids, root_hash
 from router import session_cache, text_cuts
 from router.detokenizer import TokenTable
-from router.session_cache import ByteBoundedLru, HashCache, PieceEncoder
+from router.piece_encoder import PieceEncoder
+from router.session_cache import ByteBoundedLru, HashCache
 from router.text_cuts import TextCuts
 from router.tokenizer import INLINE_CHARS
 from router.tokenizer import Tokenizer as RouterTokenizer
@@ -205,18 +206,22 @@ def test_continued_hashes_are_those_of_the_whole_prompt(turns: list[tuple[int, l
     cache, ids = HashCache(), list[int]()
     for keep, added in turns:
         ids = ids[:keep] + added
-        begun = cache.begin(ROOT, ids, block_size)
+        begun = cache.begin(ROOT, packed_ids(ids), block_size)
         assert begun.finish() == block_hashes(ROOT, ids, block_size)
-        assert 0 <= cache.begin(ROOT, ids, block_size).num_tokens_left < (session_cache.RUN_BLOCKS + 1) * block_size
+        assert (
+            0
+            <= cache.begin(ROOT, packed_ids(ids), block_size).num_tokens_left
+            < (session_cache.RUN_BLOCKS + 1) * block_size
+        )
 
 
 def test_prompts_that_share_a_beginning_share_its_hashes_but_not_across_roots() -> None:
     cache, common = HashCache(), list(range(10_000))
-    cache.begin(ROOT, [*common, 1], 16).finish()
+    cache.begin(ROOT, packed_ids([*common, 1]), 16).finish()
     other = root_hash("f" * 32, "float32", b"another tenant")
-    assert cache.begin(ROOT, [*common, 2], 16).num_tokens_left < 64 * 16 + 16
-    assert cache.begin(other, [*common, 1], 16).num_tokens_left == 10_001
-    assert cache.begin(other, [*common, 1], 16).finish() == block_hashes(other, [*common, 1], 16)
+    assert cache.begin(ROOT, packed_ids([*common, 2]), 16).num_tokens_left < 64 * 16 + 16
+    assert cache.begin(other, packed_ids([*common, 1]), 16).num_tokens_left == 10_001
+    assert cache.begin(other, packed_ids([*common, 1]), 16).finish() == block_hashes(other, [*common, 1], 16)
 
 
 def test_ids_are_hashed_as_four_bytes_each_lowest_first() -> None:
