@@ -2,8 +2,8 @@
 
     Intake      bytes that arrive are fed to the parser in small slices, so thousands of requests that come at once leave
                 room between them for the tokens of those that run
-    Idle        connections between requests, in the order in which they fell idle: bounded in number and in time. One
-                that has not sent a whole request head is idle, however often it sends a byte
+    Connections bounded in number; those without a request are closed after a time, or earlier to make room for new ones.
+                One that has not sent a whole request head is idle, however often it sends a byte
     Exchange    one request's side of its connection, handed to the application in the ASGI scope: it writes the response
                 itself, in as few writes as it likes, and is told when the client leaves or falls behind
 
@@ -30,7 +30,6 @@ EXTENSION = "baton.exchange"
 # tenth of the gap that a stream may be late by.
 READS_PER_TURN = 8
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
-MAX_IDLE = 10_000  # connections; each holds about 20 KB here and in the kernel
 HEAD_TOO_LARGE = b"the request head is too large; the limit is %d bytes" % MAX_HEAD_BYTES
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, so that they close first
 SWEEP_S = 5.0  # how late an idle connection may be closed
@@ -56,37 +55,51 @@ class Intake:
             self._loop.call_soon(self._take)
 
 
-class Idle:
-    """Connections without a request, the longest idle first."""
+class Connections:
+    """How many there may be; and those without a request, the longest idle first, which make room for new ones."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_open: int) -> None:
         self._loop = loop
-        self._limit = limit
-        self._since_s: dict[FrontDoorProtocol, float] = {}
-        self._timer = loop.call_later(SWEEP_S, self._sweep)
+        self._max_open = max_open
+        self._num_open = 0
+        self._idle_since_s: dict[FrontDoorProtocol, float] = {}
+        self._timer = loop.call_later(SWEEP_S, self.sweep)
 
-    def add(self, protocol: FrontDoorProtocol) -> None:
-        self._since_s[protocol] = self._loop.time()
-        if len(self._since_s) > self._limit:
-            self._close(next(iter(self._since_s)))
+    def opened(self, protocol: FrontDoorProtocol) -> bool:
+        """Returns False when it is one too many: every other one is busy."""
+        self._num_open += 1
+        if self._num_open > self._max_open:
+            if not self._idle_since_s:
+                return False
+            self._close(next(iter(self._idle_since_s)))
+        self.idle(protocol)
+        return True
 
-    def remove(self, protocol: FrontDoorProtocol) -> None:
-        self._since_s.pop(protocol, None)
+    def closed(self, protocol: FrontDoorProtocol) -> None:
+        self._num_open -= 1
+        self.busy(protocol)
+
+    def idle(self, protocol: FrontDoorProtocol) -> None:
+        self._idle_since_s[protocol] = self._loop.time()
+
+    def busy(self, protocol: FrontDoorProtocol) -> None:
+        self._idle_since_s.pop(protocol, None)
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Close those that were idle for too long."""
         oldest_s = self._loop.time() - KEEP_ALIVE_S
-        while self._since_s:
-            protocol, since_s = next(iter(self._since_s.items()))
+        while self._idle_since_s:
+            protocol, since_s = next(iter(self._idle_since_s.items()))
             if since_s > oldest_s:
                 break
             self._close(protocol)
-        self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+        self._timer = self._loop.call_later(SWEEP_S, self.sweep)
 
     def _close(self, protocol: FrontDoorProtocol) -> None:
-        del self._since_s[protocol]
+        del self._idle_since_s[protocol]
         protocol.transport.close()
 
 
@@ -209,12 +222,12 @@ class _HeadTooLarge(Exception):
 
 
 class FrontDoorProtocol(HttpToolsProtocol):
-    """One connection of the server that owns `intake` and `idle`."""
+    """One connection of the server that owns `intake` and `connections`."""
 
     def __init__(
         self,
         intake: Intake,
-        idle: Idle,
+        all_connections: Connections,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -223,7 +236,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.active: Exchange | None = None  # whose response may be written now
         self._intake = intake
-        self._idle = idle
+        self._all = all_connections
         self._unparsed: list[bytes] = []
         self._exchange: Exchange | None = None  # of the request that is being received
         self._head_bytes = 0  # of its head, while that is not complete
@@ -232,10 +245,11 @@ class FrontDoorProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self._idle.add(self)
+        if not self._all.opened(self):
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._idle.remove(self)
+        self._all.closed(self)
         self._unparsed.clear()
         super().connection_lost(exc)
         if self.active is not None:
@@ -302,7 +316,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._head_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _HeadTooLarge
-        self._idle.remove(self)
+        self._all.busy(self)
         exchange = self._exchange = Exchange(self, time.monotonic())
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
         super().on_headers_complete()
@@ -317,7 +331,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
-            self._idle.add(self)
+            self._all.idle(self)
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
@@ -17,19 +18,87 @@ from starlette.types import ASGIApp
 
 from baton.config import RouterConfig
 from baton.errors import ConfigError
-from router.http_protocol import MAX_IDLE, FrontDoorProtocol, Idle, Intake
+from baton.log import get_log
+from router.http_protocol import Connections, FrontDoorProtocol, Intake
+
+log = get_log("router.http")
 
 BACKLOG = 4_096  # connections that may wait while the loop is busy; the kernel's own limit (somaxconn) by default
+ACCEPTS_PER_TURN = 16  # 1 to 2 ms
+ACCEPT_PAUSE_S = 0.1  # after an error, which is not over the next moment
+OTHER_FILES = 4_096  # a Session takes one or two: a thousand workers, gRPC's clients, and as many again
 SHUTDOWN_S = 1  # for calls that were told to end
 STALL_MS = (
     60_000  # a client that takes none of what waits for it is cut by the kernel: twice common proxies' 30 s of patience
 )
 
 
+class Acceptor:
+    """Takes a listening socket's connections, a few per turn of the loop: a thousand that come at once are 50 ms of work.
+
+    Looks to uvicorn like one of asyncio's servers.
+    """
+
+    def __init__(self, listener: socket.socket, new_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._new_protocol = new_protocol
+        self._opening: set[asyncio.Task[object]] = set()
+        self._closed = False
+        self._watch()
+
+    def close(self) -> None:
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for: connections are uvicorn's."""
+
+    def _watch(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listener, self._take)
+
+    def _take(self) -> None:
+        """Called each turn while connections wait."""
+        try:
+            for _ in range(ACCEPTS_PER_TURN):
+                self._open(self._listener.accept()[0])
+        except BlockingIOError:
+            return
+        except OSError as error:  # no more files, or a connection that ended before it was taken
+            log.warning("accept_failed", reason=error.strerror)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._watch)
+
+    def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opening = self._loop.create_task(self._loop.connect_accepted_socket(self._new_protocol, connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: asyncio.Task[object]) -> None:
+        self._opening.discard(opening)
+        if not opening.cancelled():
+            opening.exception()  # a connection that is gone already; there is nobody to tell
+
+
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that are bound, with our Acceptor."""
+        await self.lifespan.startup()
+        new_protocol = partial(  # type: ignore[call-arg]  # as uvicorn calls it
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers = [Acceptor(listener, new_protocol) for listener in sockets or []]  # type: ignore[misc]  # looks like one
+        self.started = True
 
 
 class HttpServer:
@@ -44,11 +113,11 @@ class HttpServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._idle = Idle(loop, MAX_IDLE)
+        self._connections = Connections(loop, _max_connections())
         self._server = _Uvicorn(
             uvicorn.Config(
                 self._app,
-                http=partial(FrontDoorProtocol, Intake(loop), self._idle),  # type: ignore[arg-type]  # is only called
+                http=partial(FrontDoorProtocol, Intake(loop), self._connections),  # type: ignore[arg-type]  # is only called
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -65,12 +134,18 @@ class HttpServer:
         if self._task is not None:
             self._server.should_exit = True
             await self._task
-            self._idle.stop()
+            self._connections.stop()
         self.close()
 
     def close(self) -> None:
         """Give the port up; all there is to do for a server that was not started."""
         self._socket.close()
+
+
+def _max_connections() -> int:
+    """As many as the process may have, less what else it opens."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // 2, soft - OTHER_FILES)
 
 
 def _listen(config: RouterConfig) -> socket.socket:

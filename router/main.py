@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(options)
         configure("router", config.log_level)
+        _open_files()
         uvloop.run(_serve(config, [address for address in options.workers.split(",") if address]))
     except (BatonError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
@@ -50,6 +53,7 @@ async def _serve(config: RouterConfig, workers: Sequence[str]) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, on_signal)
     front_end = FrontEnd(config, load_model_files(config.model.path), workers)
     await front_end.start()
+    _collect_rarely()
     ready = {"http_port": front_end.http_port, "grpc_port": front_end.grpc_port, "pid": os.getpid()}
     print(json.dumps(ready), flush=True)
     try:
@@ -57,6 +61,21 @@ async def _serve(config: RouterConfig, workers: Sequence[str]) -> None:
         await front_end.drain(hurry)
     finally:
         await front_end.stop()
+
+
+def _collect_rarely() -> None:
+    """A full collection holds every stream: 50 ms for what was made until now, which stays and is left out from here on.
+
+    Calls leave next to no cycles, so collecting less often costs no memory that one would notice.
+    """
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 100)  # a full one after ten million objects instead of 70,000
+
+
+def _open_files() -> None:
+    """Connections are bounded by what the system allows, not by a shell's default of 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _parser() -> argparse.ArgumentParser:
