@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,16 +12,11 @@ from pathlib import Path
 import pytest
 
 from baton_client import AsyncClient, CallFailed, Client
+from tests.baton_client.router_processes import Routers, running_routers
 from tests.router.parking_worker import ParkingWorker, start_parking_pair
 from tests.router.router_rig import until
-from tests.tiny_models import make_tiny_model
 
 TOKENS = [300 + index % 40 for index in range(60)]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("client_model") / "tiny")
 
 
 @dataclass
@@ -34,12 +25,11 @@ class Cluster:
 
     prefill: ParkingWorker
     decode: ParkingWorker
-    routers: list[asyncio.subprocess.Process]
-    ports: list[int]
+    routers: Routers
 
     @property
     def target(self) -> str:
-        return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return self.routers.target
 
     def pause_at(self, index: int) -> None:
         self.decode.script.pause_at = index
@@ -49,32 +39,14 @@ class Cluster:
         self.decode.script.pause_at = None
         self.decode.script.decode_gate.set()
 
-    async def kill_router(self, number: int) -> None:
-        self.routers[number].send_signal(signal.SIGKILL)
-        await self.routers[number].wait()
-
 
 @asynccontextmanager
 async def cluster(model_dir: Path) -> AsyncIterator[Cluster]:
     prefill, decode = await start_parking_pair()
-    addresses = f"{prefill.address},{decode.address}"
-    routers, ports = [], []
     try:
-        for _ in range(2):
-            command = [sys.executable, "-m", "router.main", "--model", str(model_dir), "--workers", addresses]
-            router = await asyncio.create_subprocess_exec(
-                *command, "--http-port", "0", "--grpc-port", "0", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            routers.append(router)
-        for router in routers:
-            assert router.stdout is not None
-            ports.append(json.loads(await router.stdout.readline())["grpc_port"])
-        yield Cluster(prefill, decode, routers, ports)
+        async with running_routers(model_dir, [prefill.address, decode.address]) as routers:
+            yield Cluster(prefill, decode, routers)
     finally:
-        for router in routers:
-            if router.returncode is None:
-                router.kill()
-            await router.wait()
         await prefill.kill()
         await decode.kill()
 
@@ -90,7 +62,7 @@ async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_d
             token_ids += chunk.token_ids
             text += chunk.text
             if len(token_ids) == 20:
-                await rig.kill_router(0)
+                await rig.routers.kill_busy()
                 rig.go_on()
         assert token_ids == TOKENS
         assert text == whole
@@ -116,7 +88,7 @@ async def test_a_bulk_stream_goes_on_with_all_of_its_calls(model_dir: Path) -> N
         async with client.bulk(max_flush_ms=5) as bulk:
             calls = [asyncio.create_task(one(number)) for number in range(8)]
             await until(lambda: all(len(token_ids) == 20 for token_ids in got), "all are in mid-stream")
-            await rig.kill_router(0)
+            await rig.routers.kill_busy()
             rig.go_on()
             texts = await asyncio.gather(*calls)
         assert got == [TOKENS] * 8
@@ -136,7 +108,7 @@ async def test_the_blocking_client_survives_the_same(model_dir: Path) -> None:
         thread = threading.Thread(target=read)
         thread.start()
         await until(lambda: len(token_ids) == 10, "it is in mid-stream")
-        await rig.kill_router(0)
+        await rig.routers.kill_busy()
         rig.go_on()
         await asyncio.to_thread(thread.join, 60)
         assert token_ids == TOKENS
@@ -152,7 +124,7 @@ async def test_a_call_that_is_not_resumable_ends_with_its_router_once_it_has_beg
             async for chunk in answer:
                 token_ids.extend(chunk.token_ids)
                 if len(token_ids) == 10:
-                    await rig.kill_router(0)
+                    await rig.routers.kill_busy()
 
         with pytest.raises(CallFailed) as failed:
             await read()
