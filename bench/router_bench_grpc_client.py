@@ -16,10 +16,10 @@ import uvloop
 
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.child import Failed
-from bench.router_bench_messages import GrpcLoad, Taken, class_name
+from bench.router_bench_messages import VOCABULARY, GrpcLoad, Taken, class_name
 
 MAX_TOKENS = 4_000  # nobody waits for its end
-PROMPT = tuple(random.Random(0).choices(range(1_000, 20_000), k=32))
+PROMPT = tuple(random.Random(0).choices(VOCABULARY, k=32))
 
 
 class Notes:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+VOCABULARY = range(300, 512)  # of prompts and answers: common words of the usual vocabularies, and no special tokens
 FLUSH_MS = 100  # four tokens of a stream at its pace
 
 

@@ -8,6 +8,7 @@ beside it and answers with Figures. A router that does not run is a line, not a 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from bench.router_bench_cases import Effort, Figures, measure_parts
 from bench.router_bench_figures import NoFigure
 
 MEASURE_TIMEOUT_S = 900.0
+ALONE_TIMEOUT_S = 10.0
+NOT_ALONE = "no network namespace of its own can be had here"
 _UP = 'ip link set lo up && exec "$@"'
 
 
@@ -68,6 +71,8 @@ class PeerRun:
 def measure_peer(name: str, python: str, model: str, effort: Effort, parts: Sequence[str]) -> PeerRun:
     """All of a peer's figures, or why there are none."""
     does = PEERS[name].does
+    if reason := why_not_alone():
+        return PeerRun(name, does, None, reason)
     try:
         child = Child(name, "bench.router_bench_peers", prefix=alone())
     except ChildError as error:
@@ -85,6 +90,15 @@ def alone() -> list[str]:
     """The command that runs another one in a network namespace with only a loopback; unshare(1), ip-link(8)."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", "--net", *user, "sh", "-c", _UP, "sh"]
+
+
+def why_not_alone() -> str:
+    """Why this system gives no process a network namespace of its own; "" = it does."""
+    try:
+        tried = subprocess.run([*alone(), "true"], capture_output=True, text=True, timeout=ALONE_TIMEOUT_S, check=False)
+    except OSError as error:
+        return f"{NOT_ALONE}: {error}"
+    return f"{NOT_ALONE}: {tried.stderr.strip()}" if tried.returncode != 0 else ""
 
 
 def end_with(parent: Connection) -> None:

@@ -27,6 +27,7 @@ from baton.config_load import to_json
 from bench.child import STOP_TIMEOUT_S, Child, ChildError, die_with_parent, python_path
 from bench.router_bench_load import PLACEHOLDER
 from bench.router_bench_messages import (
+    VOCABULARY,
     CountSessions,
     EndLog,
     Sessions,
@@ -54,7 +55,6 @@ from bench.router_bench_target import (
 START_TIMEOUT_S = 300.0  # a thousand Sessions, and what the router does at each
 SETTLE_S = 30.0  # for a load's last sequences to be cancelled
 MAX_INFLIGHT = 8_192  # above every load here: what is measured is the router's cost, not its admission
-VOCABULARY = range(1_000, 20_000)  # ids of ordinary words in the usual vocabularies
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ class Rig:
         self._fleet = fleet
         self._routers = routers
         self.start_cpu_s = self.cpu_s()
-        self.model: str = json.loads(get(self.port, "/v1/models")[1])["data"][0]["id"]
+        models = json.loads(get(self.port, "/v1/models", self._fields(0))[1])
+        self.model: str = models["data"][0]["id"]
         self._said = folder / "said.npy"
 
     def cpu_s(self) -> float:

@@ -32,6 +32,7 @@ from baton.wire import PROTOCOL_VERSION
 from bench.child import Failed
 from bench.router_bench_load import EVENT, NO_NUMBER
 from bench.router_bench_messages import (
+    VOCABULARY,
     CountSessions,
     EndLog,
     Sessions,
@@ -49,7 +50,7 @@ MAX_NUM_SEQS = 512
 BUSY_STEP_MS = 200.0  # of an endpoint that others keep busy: no forecast prefers it
 BUSY_WAITING_TOKENS = 1_000_000
 PAGE_HASHES = 32_768  # worker/cache_report.py
-TOKENS = np.arange(1_000, 1_512, dtype=np.uint32)  # ordinary words of the usual vocabularies: no special tokens
+TOKENS = np.array(VOCABULARY, np.uint32)
 LENGTH = int(serving_pb2.FINISH_REASON_LENGTH)
 
 Array = NDArray[np.uint32]

@@ -92,11 +92,11 @@ class Scraper:
         self._thread.join()
 
 
-def get(port: int, path: str, timeout_s: float = ANSWER_S) -> tuple[int, bytes]:
+def get(port: int, path: str, fields: Mapping[str, str] | None = None) -> tuple[int, bytes]:
     """One exchange on a connection of its own. Raises: OSError, HTTPException."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=fields or {})
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:

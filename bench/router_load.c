@@ -201,18 +201,21 @@ static void dispatch(int64_t now) {
 
 static const char *find(const char *text, size_t size, const char *what) { return memmem(text, size, what, strlen(what)); }
 
-/* Whether a chunk is a token's: it has a text, which may be empty (half a character, a special token) unless it ends the answer.
-   `sent` is the instant where the text is one: "@" and nanoseconds, which only our own stub writes. */
+/* The string that is the value of a key, behind its quote; NULL where there is none. */
+static const char *string_of(const char *line, size_t size, const char *key) {
+    const char *at = find(line, size, key), *end = line + size;
+    if (!at) return NULL;
+    for (at += strlen(key); at < end && *at == ' ';) at++;
+    return at + 1 < end && *at == '"' ? at + 1 : NULL;
+}
+
+/* Whether a chunk is a token's: it has a text, which may be empty (half a character, a special token) unless the chunk opens or
+   ends the answer. `sent` is the instant where the text is one: "@" and nanoseconds, which only our own stub writes. */
 static int has_text(const char *line, size_t size, int64_t *sent) {
-    const char *at = find(line, size, "\"text\":");
-    if (!at && !(at = find(line, size, "\"content\":"))) return 0;
-    const char *end = line + size;
-    at = memchr(at + 1, ':', end - at - 1) + 1;
-    while (at < end && *at == ' ') at++;
-    if (at + 1 >= end || *at != '"') return 0; /* null */
-    if (at[1] == '"' && find(line, size, "\"finish_reason\":\"")) return 0;
-    *sent = at[1] == '@' ? strtoll(at + 2, NULL, 10) : 0;
-    return 1;
+    const char *text = string_of(line, size, "\"text\":");
+    if (!text && !(text = string_of(line, size, "\"content\":"))) return 0;
+    *sent = *text == '@' ? strtoll(text + 1, NULL, 10) : 0;
+    return *text != '"' || !(string_of(line, size, "\"finish_reason\":") || string_of(line, size, "\"role\":"));
 }
 
 static void note_usage(struct record *r, const char *text, size_t size) {

@@ -20,6 +20,7 @@ from pathlib import Path
 from baton.model_files import load_model_files
 from bench.peers.server import PeerServer
 from bench.router_bench_load import PLACEHOLDER, Seen
+from bench.router_bench_messages import VOCABULARY
 from bench.router_bench_target import (
     HOST,
     SHORT_PROMPT,
@@ -36,7 +37,6 @@ PORT = 8_123  # in a network namespace of its own
 MODEL = "stub"
 NUM_PROMPTS = 1_000
 PROMPT_TOKENS = 32
-VOCABULARY = range(1_000, 20_000)
 SETTLE_S = 2.0  # for cancels to reach the engines
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp")
 
