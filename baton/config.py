@@ -82,6 +82,7 @@ class WorkerConfig:
     outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
     fabric: str = ""  # a label of its network: routers prefer pairs within one; "" = all alike
+    drain_s: float = 600.0  # after SIGTERM, for what runs to end; DESIGN section 5
     parked_bytes: int = 64 << 20  # what clients may resume: 4,000 calls of 2k-token prompts (worker/parked.py)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -75,7 +75,8 @@ class BlockLender:
     def _on_pull(self, peer: str, pull: kv_pb2.Pull) -> None:
         if self._at(peer, pull.seq, pull.generation) is not None:
             return  # said twice
-        if pull.seq in self._open or self._ports.refusal(RoleKind.DECODE) is not None:
+        # A draining worker lends: whoever continues elsewhere what ran here should not compute it again.
+        if pull.seq in self._open or self._ports.role not in (RoleKind.DECODE, RoleKind.BOTH):
             self._answer(peer, pull.seq, pull.generation, 0)
             return
         deadline_s = self._ports.now_s() + min(pull.ttl_ms / 1_000, self._timeout_s)

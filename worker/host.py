@@ -150,6 +150,7 @@ class WorkerHost:
         self._decode = build_decode(self, config)
         self._roles: Sequence[RoleProtocol] = (self._prefill, self._decode)
         self._ticker: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
 
     # --- life ---
 
@@ -164,6 +165,12 @@ class WorkerHost:
         self.sessions.close_all("the worker stops")
         await self.links.close()
         await self._loop.run_in_executor(None, self._thread.stop)
+
+    async def drain(self) -> None:
+        """Take no new work; return once nothing is open and routers have read of every end."""
+        self._set_draining(True)
+        self._idle.clear()
+        await self._idle.wait()
 
     async def _tick(self) -> None:
         silence_limit_s = self._config.heartbeat_s * (self._config.missed_heartbeats + 1)
@@ -181,6 +188,8 @@ class WorkerHost:
                 self.parked.expire(now_s)
                 self._flush(step=0)
                 self._flip_if_idle()
+            if not self._is_busy() and not self.sessions.outbox_bytes():
+                self._idle.set()
 
     @contextlib.contextmanager
     def _fatal_if_it_raises(self) -> Iterator[None]:
@@ -236,8 +245,7 @@ class WorkerHost:
         elif kind == "set_role":
             self._set_role(request.set_role.role)
         elif kind == "drain":
-            self.draining = request.drain.draining
-            log.info("draining", draining=self.draining)
+            self._set_draining(request.drain.draining)
         elif kind == "find":
             self._on_find(session, request.find)
         elif kind == "forget":
@@ -317,9 +325,19 @@ class WorkerHost:
 
     def adopt_wishes(self, answer: control_pb2.AnnounceResponse) -> None:
         """Start as the controller last wanted this worker: a restart forgets neither a flip nor a drain."""
-        self.draining = answer.draining
+        self._set_draining(answer.draining)
         if answer.role:
             self._set_role(answer.role)
+
+    def _set_draining(self, draining: bool) -> None:
+        """Every router hears it at once: what it places meanwhile is refused."""
+        if draining is not self.draining:
+            self.draining = draining
+            log.info("draining", draining=draining)
+            self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
+
+    def _is_busy(self) -> bool:
+        return any(role.num_open() for role in self._roles)
 
     def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
         try:
@@ -329,9 +347,11 @@ class WorkerHost:
             return
         self._next_role = wanted if wanted is not self.role else None
         self._flip_if_idle()
+        if self._next_role is not None:  # it drains first
+            self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
 
     def _flip_if_idle(self) -> None:
-        if self._next_role is None or any(role.num_open() for role in self._roles):
+        if self._next_role is None or self._is_busy():
             return
         log.info("role_changed", before=self.role.name.lower(), after=self._next_role.name.lower())
         self.role = self._next_role

@@ -1,4 +1,8 @@
-"""`python -m worker.main --config FILE`: one worker without Ray. Prints one JSON line when it answers; ends on SIGTERM."""
+"""`python -m worker.main --config FILE`: one worker without Ray. Prints one JSON line when it answers; ends on SIGTERM.
+
+The first signal drains: no new work, what runs goes on, for at most `drain_s`. A second one ends it at once. Sequences that are
+open at the end are their routers' to continue elsewhere; they hear UNAVAILABLE.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,15 @@ def main(load_model: LoadModel = load_torch_model) -> int:
     config = from_json(WorkerConfig, parser.parse_args().config.read_text())
     configure(config.worker_id, config.log_level)
     favour_the_loop()
-    ended = threading.Event()
+    ended, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: hurry.set() if ended.is_set() else ended.set())
     failed: list[BaseException] = []
 
     def on_fatal(error: BaseException) -> None:
         failed.append(error)
         ended.set()
+        hurry.set()
 
     server = WorkerServer(config, on_fatal, load_model)
     try:
@@ -42,6 +47,8 @@ def main(load_model: LoadModel = load_torch_model) -> int:
         return 1
     print(json.dumps({"port": port, "epoch": server.epoch, "pid": os.getpid()}), flush=True)
     ended.wait()
+    if not failed:
+        server.drain(hurry, config.drain_s)
     server.stop()
     return 1 if failed else 0
 

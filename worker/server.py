@@ -120,6 +120,22 @@ class WorkerServer:
             raise self._start_error
         return self.port
 
+    def drain(self, hurry: threading.Event, grace_s: float) -> bool:
+        """Take no new work; return once nothing is open, after `grace_s`, or when `hurry` is set. Whether nothing was open.
+
+        Not from the loop's thread. What is open after it ends as UNAVAILABLE with its router's Session when `stop` comes.
+        """
+        try:
+            drained = asyncio.run_coroutine_threadsafe(self._host.drain(), self._loop)
+        except RuntimeError:  # the loop has ended by itself
+            return True
+        drained.add_done_callback(lambda _: hurry.set())
+        hurry.wait(grace_s)
+        is_idle = drained.done()
+        drained.cancel()
+        log.info("worker_drained", worker=self._config.worker_id, is_idle=is_idle)
+        return is_idle
+
     def stop(self) -> None:
         """End streams, threads and the transport; returns when nothing is left."""
         if self._thread.is_alive():

@@ -2,7 +2,7 @@
 
     loop     HeldLinks      a message of some kind and seq is kept, lost, said twice, late or out of order
     KV       HeldCache      a copy of blocks waits
-    engine   slow_down      a step that decodes waits
+    engine   before_step    a step that decodes waits, or any step fails
 
 Nothing of this is in the product: WorkerConfig names the builders below instead of the roles' own, and the loader of the
 model brings the store. A gate that is armed holds what comes until `release`; what it holds is counted in `held`.
@@ -39,6 +39,7 @@ class Gates:
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
         self.pace_s = 0.0  # of an engine step that decodes
+        self.fails = False  # every engine step raises
         self.trouble: dict[str, float] = {}  # what happens to a link message, and how often
         self.random = random.Random(0)
         self._last_commit: Callable[[dict[str, int]], None] | None = None
@@ -100,8 +101,10 @@ class Gates:
             self.held[name] += 1
             self._open.wait()
 
-    def slow_down(self, batch: Batch) -> None:
-        """Called on the engine thread before a step."""
+    def before_step(self, batch: Batch) -> None:
+        """Called on the engine thread."""
+        if self.fails:
+            raise RuntimeError("the model fails, as the test asked")
         if self.pace_s and any(entry.output_ids for entry in batch.entries):
             threading.Event().wait(self.pace_s)
 
@@ -122,7 +125,7 @@ class HeldCache(ScriptedKVCache):
 
 
 def held_runner(layout: KVLayout, num_blocks: int, allocate: Callable[[int], memoryview]) -> ScriptedRunner:
-    runner = ScriptedRunner(layout, num_blocks, before_run=GATES.slow_down)
+    runner = ScriptedRunner(layout, num_blocks, before_run=GATES.before_step)
     runner.kv_cache = HeldCache(layout, num_blocks, allocate(num_blocks * layout.block_bytes))
     return runner
 

@@ -4,7 +4,7 @@ Each line of standard input is a JSON list [command, *arguments]; each is answer
 
     hold KIND SEQ        keep link messages of this kind that name SEQ     copy NAME N    let N copies pass, stop the next
     pace SECONDS         of every step that decodes                        trouble RATES  of link messages
-    commit CHANGES       say the last Commit again, changed
+    commit CHANGES       say the last Commit again, changed                fail BOOL      Ready, but every step raises
     release              all of it ends                                    held           counts by gate
     found                what the scripted engine found wrong              resources      fds, threads, shared mappings, rss
 """
@@ -45,6 +45,8 @@ def obey(command: str, *arguments: object) -> object:
             GATES.arm_copy(name, num_skipped)
         case ["pace", float(pace_s)]:
             GATES.pace_s = pace_s
+        case ["fail", bool(fails)]:
+            GATES.fails = fails
         case ["trouble", dict(rates)]:
             GATES.trouble = rates
         case ["commit", dict(changes)]:
