@@ -147,6 +147,7 @@ class SseChoice:
         self._json_texts = stream.table.json_texts
         self._write: Callable[[bytes], None] = stream.exchange.write
         self._fast = False
+        self._begun = False  # its first token, which no other is like, was taken
         self._begin = self._end = b""  # of each chunk, without its size line; b"" = not made, or chunks are not uniform
         self._fixed_bytes = 0  # of both, without the chunk's own end of line
 
@@ -165,11 +166,12 @@ class SseChoice:
 
     def _any_token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
         stream = self._stream
-        if stream.uniform and stream.flows and (self._begin or self._has_frame()):
+        if self._begun and stream.uniform and stream.flows and (self._begin or (not finish and self._has_frame())):
             text = json_inside(self._text.push(token_id, finish))
             self._write(b"".join((b"%x\r\n" % (self._fixed_bytes + len(text)), self._begin, text, self._end)))
         else:
             self._pieces.token(index, token_id, finish, logprobs)
+        self._begun = True
         self.choose_way()
         return self._text.stop_match is not None
 
