@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.soak.soak_cluster import CALL_TIMEOUT_S, Member, SoakCluster, Start
-from tests.soak.soak_faults import ROOMY_BLOCKS, Fault, Faults
+from tests.soak.soak_faults import ROOMY_BLOCKS, SHARES, Fault, Faults
 from tests.soak.soak_growth import Rest, footprint, growth, rss_slopes
 from tests.soak.soak_load import Asked, Kind, Load
 
@@ -44,6 +44,7 @@ class Plan:
     mean_gap_s: float  # between two faults
     max_bytes_per_call: float  # of growth of resident memory, in any long-lived process
     prefix_cache: bool = True
+    shares: Mapping[Fault, float] = field(default_factory=lambda: SHARES)
 
 
 @dataclass(slots=True)
@@ -59,9 +60,14 @@ class Report:
     num_cuts: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # by code
     worst_idle_s: float = 0.0
+    pauses_s: list[float] = field(default_factory=list)  # the longest of each stream, longest first
     transports: set[str] = field(default_factory=set)
     rests: list[Rest] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
+
+    def pauses(self) -> str:
+        at = {f"p{share}": len(self.pauses_s) * (100 - share) // 100 for share in (50, 90, 99)} | {"max": 0}
+        return ", ".join(f"{name} {self.pauses_s[rank]:.3f} s" for name, rank in at.items() if self.pauses_s)
 
     def __str__(self) -> str:
         slopes = ", ".join(f"{name} {value:+.0f}" for name, value in rss_slopes(self.rests).items())
@@ -69,6 +75,7 @@ class Report:
             f"{self.num_calls} calls, {self.num_finished} finished, {self.num_handoffs} handoffs, {self.num_kills} kills, "
             f"{self.num_stops} stops, {self.num_cuts} cuts, {self.num_cancelled} cancels, errors {self.errors}, "
             f"wrong={self.num_wrong}, leaked={self.num_leaks}, idle after {self.worst_idle_s:.1f} s at most, "
+            f"streams' longest pauses: {self.pauses()}, "
             f"RSS bytes per call: {slopes}; over {', '.join(sorted(self.transports))}"
         )
 
@@ -77,7 +84,7 @@ async def soak(plan: Plan, folder: Path) -> Report:
     """Run one; configs and logs go to `folder`."""
     report = Report()
     cluster = SoakCluster(MEMBERS, plan.worker_module, plan.model_dir, folder, prefix_cache=plan.prefix_cache)
-    faults = Faults(cluster, plan.seed, plan.mean_gap_s)
+    faults = Faults(cluster, plan.seed, plan.mean_gap_s, plan.shares)
     load: Load | None = None
     try:
         await cluster.start(Start(ROOMY_BLOCKS))
@@ -133,5 +140,6 @@ def _count(report: Report, faults: Faults, load: Load) -> None:
     report.num_finished, report.num_handoffs, report.num_wrong = tally.num_finished, tally.num_handoffs, tally.num_wrong
     report.num_cancelled = sum(tally.num_calls[kind] for kind in (Kind.CANCEL, Kind.ABORT, Kind.HANG_UP))
     report.errors = dict(tally.errors)
+    report.pauses_s = sorted(tally.pauses_s, reverse=True)
     report.num_kills, report.num_stops = faults.counts[Fault.KILL], faults.counts[Fault.STOP]
     report.num_cuts = faults.counts[Fault.CUT]

@@ -12,7 +12,7 @@ import enum
 import random
 import signal
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 
 from tests.soak.soak_cluster import SoakCluster, SoakWorker, Start
 
@@ -36,11 +36,14 @@ SHARES = {Fault.KILL: 60, Fault.STOP: 20, Fault.CUT: 20}
 class Faults:
     """Strikes about every `mean_gap_s` between `resume` and `calm`."""
 
-    def __init__(self, cluster: SoakCluster, seed: int, mean_gap_s: float) -> None:
+    def __init__(
+        self, cluster: SoakCluster, seed: int, mean_gap_s: float, shares: Mapping[Fault, float] = SHARES
+    ) -> None:
         self.counts: Counter[Fault] = Counter()
         self._cluster = cluster
         self._rng = random.Random(f"{seed}/faults")
         self._mean_gap_s = mean_gap_s
+        self._shares = shares
         self._storm: asyncio.Task[None] | None = None
         self._mending: dict[SoakWorker, asyncio.Task[None]] = {}  # what ends a worker's last fault
 
@@ -62,7 +65,7 @@ class Faults:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / self._mean_gap_s))
-            fault = self._rng.choices(list(SHARES), list(SHARES.values()))[0]
+            fault = self._rng.choices(list(self._shares), list(self._shares.values()))[0]
             self.counts[fault] += self._strike(fault)
 
     def _strike(self, fault: Fault) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.soak.soak import Plan, Report, soak
 from tests.soak.soak_calls import recorded_calls, scripted_calls
+from tests.soak.soak_faults import Fault
 from tests.tiny_models import make_tiny_model
 
 # A prompt that is never let go takes 10 KiB (300 ids as Python ints), a pair that is never unmapped 512 KiB and its pool 4 MiB at
@@ -86,3 +87,23 @@ async def test_ten_minutes_of_random_faults_give_no_wrong_token_and_leave_nothin
     )
     assert sum(report.num_handoffs for report in reports) >= 5_000
     assert sum(report.num_kills for report in reports) >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.STOP])
+async def test_how_long_streams_pause_when_workers_are_killed_or_stopped(
+    tmp_path: Path, seed: int, fault: Fault
+) -> None:
+    """Prints the figures; a pause is what noticing takes, and prefilling prompt and output anew."""
+    (tmp_path / "soak").mkdir()
+    model_dir = make_tiny_model(tmp_path / "model", seed=seed)
+    report = await soak(
+        Plan(
+            "tests.soak.soak_worker", model_dir, scripted_calls(seed), seed,
+            num_storms=4, storm_s=20.0, mean_gap_s=2.0, max_bytes_per_call=ANY, shares={fault: 1.0},
+        ),
+        tmp_path / "soak",
+    )  # fmt: skip
+    print(f"\n{fault.value}: {report}", flush=True)
+    assert report.findings == []

@@ -10,8 +10,10 @@ from tests.soak.soak_growth import Footprint, Rest, growth, slope
 from tests.soak.soak_load import LATE_S, Asked, Kind, Seen, judge
 
 ASKED = Asked((5, 6, 7), serving_pb2.Sampling(max_tokens=3), (11, 12, 13))
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 OK, UNAVAILABLE, EXPIRED = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 LOST = serving_pb2.ErrorDetail(code="worker_lost", retryable=True)
+SHED = serving_pb2.ErrorDetail(code="overloaded", retryable=True)
 INTERNAL = serving_pb2.ErrorDetail(code="internal", retryable=False)
 CANCELLED = serving_pb2.ErrorDetail(code="cancelled", retryable=False)
 LATE = serving_pb2.ErrorDetail(code="deadline_exceeded", retryable=False)
@@ -23,7 +25,7 @@ TIMEOUT_S = 30.0
     ("kind", "seen"),
     [
         (Kind.PLAIN, Seen([11, 12, 13], done=DONE, code=OK)),
-        (Kind.PLAIN, Seen([11], error=LOST, code=UNAVAILABLE)),
+        (Kind.PLAIN, Seen([], error=SHED, code=EXHAUSTED)),
         (Kind.CANCEL, Seen([11, 12])),
         (Kind.ABORT, Seen([11], error=CANCELLED, code=grpc.StatusCode.CANCELLED)),
         (Kind.HURRY, Seen([], error=LATE, code=EXPIRED)),
@@ -44,11 +46,14 @@ def test_what_may_come_of_a_call_passes(kind: Kind, seen: Seen) -> None:
         (Kind.PLAIN, Seen([11, 12], done=DONE, code=OK), "2 tokens of 3"),
         (Kind.PLAIN, Seen([11, 12, 13], code=OK), "without done"),
         (Kind.PLAIN, Seen([11, 12, 13], done=DONE, code=OK, took_s=TIMEOUT_S + LATE_S + 1), "after its deadline"),
-        (Kind.PLAIN, Seen([11], error=INTERNAL, code=grpc.StatusCode.INTERNAL), "not retryable"),
+        (Kind.PLAIN, Seen([11], error=INTERNAL, code=grpc.StatusCode.INTERNAL), "failed with internal"),
+        (Kind.PLAIN, Seen([11], error=LOST, code=UNAVAILABLE), "failed with worker_lost after 1 tokens"),
+        (Kind.PLAIN, Seen([11], error=SHED, code=EXHAUSTED), "failed with overloaded"),
+        (Kind.PLAIN, Seen([], error=SHED, code=EXHAUSTED, took_s=9.0), "failed with overloaded"),
         (Kind.PLAIN, Seen([11], code=UNAVAILABLE), "without an error event"),
-        (Kind.PLAIN, Seen([11], error=LATE, code=EXPIRED), "not retryable"),
+        (Kind.PLAIN, Seen([11], error=LATE, code=EXPIRED), "failed with deadline_exceeded"),
         (Kind.PLAIN, Seen([11]), "nobody had cancelled it"),
-        (Kind.PLAIN, Seen([11], error=CANCELLED, code=grpc.StatusCode.CANCELLED), "not retryable"),
+        (Kind.PLAIN, Seen([11], error=CANCELLED, code=grpc.StatusCode.CANCELLED), "failed with cancelled"),
     ],
 )
 def test_what_must_not_come_of_a_call_is_found(kind: Kind, seen: Seen, finding: str) -> None:
