@@ -5,7 +5,8 @@
     baton bench router --json router.json --processes 1,2 --peers sglang,dynamo --peer-python PATH
 
 A fleet of stub workers (bench/router_bench_stub.py, one process) speaks worker.proto; the load generator (bench/router_load.c)
-is built by gcc on first use. Everything that costs is on: see Features. How each figure is made: docs/router_cost.md.
+is built by gcc on first use. Everything that costs is on: see Features. How each figure is made: docs/router_cost.md. Exit status
+1 where one of our figures is missing, 2 for flags that make no sense.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from bench.foreign_load import ForeignLoad
 from bench.kv_report import Progress
 from bench.report import dump
 from bench.router_bench_cases import FULL, PARTS, QUICK, Effort, measure_parts
-from bench.router_bench_figures import NoFigure
 from bench.router_bench_grpc import measure_grpc
 from bench.router_bench_peers import PEERS, PeerRun, measure_peer
 from bench.router_bench_report import Report, RouterRun, print_report, to_document
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         with Progress() as progress:
             routers, peers = measure(args, QUICK if args.quick else FULL, progress)
         report = Report(routers, peers, load.cores())
-    except (ChildError, NoFigure) as error:
+    except ChildError as error:
         print(f"baton bench router: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     print_report(report)
     if args.json:
         args.json.write_bytes(dump(to_document(report)))
-    return 0
+    return int(any(router.figures.missing for router in routers))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def features(args: argparse.Namespace) -> Features:
 
 
 def measure(args: argparse.Namespace, effort: Effort, progress: Progress) -> tuple[list[RouterRun], list[PeerRun]]:
-    """Raises: ChildError, NoFigure: ours did not do what it should."""
+    """Raises: ChildError: ours did not do what it should."""
     routers = []
     for number in args.processes:
         wanted = replace(features(args), num_processes=number)

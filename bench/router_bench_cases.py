@@ -12,7 +12,8 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from bench.child import ChildError
 from bench.measure import Percentiles, percentiles
 from bench.router_bench_figures import (
     Cost,
+    NoFigure,
     Window,
     added_gaps_ms,
     check_answers,
@@ -37,6 +39,7 @@ SHORT_TOKENS = 2  # one from prefill, one from decode: the cost of a request is 
 WARM_UP_S = 2.0  # after the last stream of a load began
 NUMBERS_OF_A_LOAD = 1 << 20
 
+Figure = TypeVar("Figure")
 _loads = itertools.count()
 
 
@@ -112,29 +115,31 @@ class Figures:
     start: Start | None = None
     speed: Window | None = None
     memory_bytes: int = 0  # after the paced loads
+    missing: dict[str, str] = field(default_factory=dict)  # why a part that was asked for has no figure
 
 
 def measure_parts(target: Target, effort: Effort, parts: Sequence[str], say: Callable[[str], None]) -> Figures:
-    """Measure what is asked for. Raises: ChildError, NoFigure."""
+    """Measure what is asked for. Raises: ChildError: a process failed."""
+
+    def measured(part: str, under: Target, measure: Callable[[Target, Effort], Figure]) -> Figure | None:
+        if part not in parts:
+            return None
+        say(part)
+        try:
+            return measure(under, effort)
+        except NoFigure as error:
+            figures.missing[part] = str(error)
+            return None
+
     say("idle")
     figures = Figures(measure_idle(target, effort))
-    if "cpu" in parts:
-        say("CPU")
-        figures.cpu = measure_cpu(target, effort)
-    if "gap" in parts:
-        say("gaps")
-        figures.gaps = measure_gap(target, effort)
-    if "start" in parts:
-        say("start of many")
-        figures.start = measure_start(target, effort)
+    figures.cpu = measured("cpu", target, measure_cpu)
+    figures.gaps = measured("gap", target, measure_gap)
+    figures.start = measured("start", target, measure_start)
     figures.memory_bytes = target.memory_bytes()
     with target.unpaced() as fast:
-        if "added" in parts:
-            say("added latency")
-            figures.added = measure_added(fast, effort)
-        if "speed" in parts:
-            say("speed")
-            figures.speed = window_of_streams(fast, effort.speed_streams, effort)
+        figures.added = measured("added", fast, measure_added)
+        figures.speed = measured("speed", fast, measure_speed)
     return figures
 
 
@@ -208,6 +213,11 @@ def measure_cpu(target: Target, effort: Effort) -> CpuFigures:
     few, many = (window_of_streams(target, streams, effort) for streams in effort.streams)
     rare, often = (window_of_requests(target, rate, effort) for rate in effort.request_rates)
     return CpuFigures(cost((few, many), (rare, often)), (few, many, rare, often))
+
+
+def measure_speed(target: Target, effort: Effort) -> Window:
+    """Of a target whose workers keep no time: as many tokens as go through."""
+    return window_of_streams(target, effort.speed_streams, effort)
 
 
 def window_of_streams(target: Target, streams: int, effort: Effort) -> Window:

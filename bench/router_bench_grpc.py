@@ -6,12 +6,13 @@ router's CPU is looked at; it must keep up, so it opens fewer streams than the C
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 from bench.child import Child
 from bench.router_bench_cases import WARM_UP_S, Effort
-from bench.router_bench_figures import NoFigure, Window
+from bench.router_bench_figures import Window
 from bench.router_bench_messages import GrpcKind, GrpcLoad, Taken
 from bench.router_bench_rig import Rig
 from bench.router_bench_target import ANSWER_S, HOST
@@ -22,22 +23,21 @@ class GrpcCost:
     """Of the router, from two windows that differ in running streams."""
 
     kind: GrpcKind
-    us_per_token: float
+    us_per_token: float  # NaN where many streams brought no more tokens than few
     windows: tuple[Window, Window]
 
 
 def measure_grpc(rig: Rig, effort: Effort) -> list[GrpcCost]:
-    """Raises: ChildError, NoFigure."""
+    """Raises: ChildError: the client failed."""
     return [grpc_cost(rig, kind, effort) for kind in GrpcKind]
 
 
 def grpc_cost(rig: Rig, kind: GrpcKind, effort: Effort) -> GrpcCost:
     wanted = effort.streams if kind.is_session else effort.grpc_streams
     few, many = (window_of_streams(rig, kind, streams, effort) for streams in wanted)
-    more_tokens = many.num_tokens / many.wall_s - few.num_tokens / few.wall_s
-    if more_tokens <= 0:
-        raise NoFigure(f"{kind.value}: as many tokens of few streams as of many")
-    return GrpcCost(kind, 1e6 * (many.cpu_share - few.cpu_share) / more_tokens, (few, many))
+    more_tokens = many.tokens_per_s - few.tokens_per_s
+    per_token = 1e6 * (many.cpu_share - few.cpu_share) / more_tokens if more_tokens > 0 else math.nan
+    return GrpcCost(kind, per_token, (few, many))
 
 
 def window_of_streams(rig: Rig, kind: GrpcKind, streams: int, effort: Effort) -> Window:

@@ -19,7 +19,6 @@ from bench.child import Child, ChildError, Failed
 from bench.peers.dynamo_frontend import DynamoFrontend
 from bench.peers.sglang_router import SglangRouter
 from bench.router_bench_cases import Effort, Figures, measure_parts
-from bench.router_bench_figures import NoFigure
 
 MEASURE_TIMEOUT_S = 900.0
 ALONE_TIMEOUT_S = 10.0
@@ -117,7 +116,7 @@ def main() -> None:
             parent.send(measure_parts(target, question.effort, question.parts, lambda what: None))
         finally:
             target.close()
-    except (ChildError, NoFigure) as error:
+    except ChildError as error:
         parent.send(Failed(str(error)))
     except EOFError:
         return  # the bench is gone

@@ -60,6 +60,8 @@ def print_figures(figures: Figures) -> None:
 
 def lines(figures: Figures) -> Iterator[str]:
     yield f"idle {figures.idle_share:.3f} of a core, {figures.memory_bytes / 2**20:.0f} MiB"
+    for name, reason in figures.missing.items():
+        yield f"{name}: NO FIGURE: {reason}"
     if (added := figures.added) is not None:
         yield (
             f"added latency p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms (via {added.via_ms.p50:.2f}/{added.via_ms.p99:.2f}, "
@@ -67,7 +69,7 @@ def lines(figures: Figures) -> Iterator[str]:
         )
     if (cpu := figures.cpu) is not None:
         yield f"CPU {cpu.cost.us_per_token:.1f} us per token, {cpu.cost.us_per_request:.0f} us per request"
-        for name, part in zip(
+        for title, part in zip(
             ("few streams", "many streams", "few requests", "many requests"), cpu.windows, strict=True
         ):
             yield f"  {name}: {describe(part)}"
@@ -125,6 +127,7 @@ def figures_document(figures: Figures) -> dict[str, object]:
         "stall_ms_at_start": start.stall_ms if start else None,
         "idle_cpu_share": figures.idle_share,
         "memory_bytes": figures.memory_bytes,
+        "missing": figures.missing,
         "windows": [asdict(part) for part in cpu.windows] if cpu else [],
         "gaps": asdict(gaps) if gaps else None,
         "start": asdict(start) if start else None,
