@@ -1,0 +1,233 @@
+"""The HTTP edge over raw sockets: bounds, order, pacing, and clients that do not do what clients should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from baton.config import RouterConfig
+from router import http_protocol, http_server
+from router.asgi import send_json
+from router.http_protocol import MAX_HEAD_BYTES, READS_PER_TURN, Exchange, exchange_of
+from router.http_server import HttpServer
+from tests.router.router_rig import Rig, until
+
+Answer = Callable[[Exchange, str], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(answer: Answer) -> AsyncIterator[HttpServer]:
+    """`answer` gets each request's Exchange and path."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.watch(on_gone=lambda: None)
+        await answer(exchange, scope["path"])
+
+    server = HttpServer(RouterConfig(http_port=0), app)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def echo(exchange: Exchange, path: str) -> None:
+    send_json(exchange, 200, path)
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def say(self, text: bytes) -> None:
+        self.writer.write(text)
+        await self.writer.drain()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        await self.say(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+        return await self.hear()
+
+    async def hear(self) -> tuple[int, bytes]:
+        """Status and body of an answer that says its length."""
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        fields = {line.partition(b":")[0].lower(): line.partition(b":")[2].strip() for line in head.split(b"\r\n")[1:]}
+        return int(head.split()[1]), await self.reader.readexactly(int(fields[b"content-length"]))
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        return await asyncio.wait_for(self.reader.read(), 10)
+
+
+@asynccontextmanager
+async def client_of(port: int) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+async def test_requests_on_one_connection_are_answered_in_their_order_also_when_they_come_together() -> None:
+    async def slow_first(exchange: Exchange, path: str) -> None:
+        if path == "/0":
+            await asyncio.sleep(0.02)
+        await echo(exchange, path)
+
+    async with serving(slow_first) as server, client_of(server.port) as client:
+        await client.say(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(5)))
+        assert [await client.hear() for _ in range(5)] == [(200, b'"/%d"' % number) for number in range(5)]
+        assert await client.get("/again") == (200, b'"/again"')
+
+
+async def test_a_request_in_single_bytes_is_a_request() -> None:
+    async with serving(echo) as server, client_of(server.port) as client:
+        for byte in b"GET /bytes HTTP/1.1\r\nhost: x\r\n\r\n":
+            await client.say(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await client.hear() == (200, b'"/bytes"')
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_head_that_is_too_large_is_refused_with_the_limit_and_nobody_else_is(whole: bool) -> None:
+    async with serving(echo) as server, client_of(server.port) as greedy, client_of(server.port) as other:
+        await greedy.say(b"GET / HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + (b"\r\n\r\n" if whole else b""))
+        status, text = await greedy.hear()
+        assert status == 431
+        assert str(MAX_HEAD_BYTES) in text.decode()
+        assert await greedy.rest() == b""
+        assert await other.get("/other") == (200, b'"/other"')
+
+
+async def test_what_is_no_http_is_refused_and_its_connection_closed() -> None:
+    async with serving(echo) as server, client_of(server.port) as client:
+        await client.say(b"\x16\x03\x01 hello\r\n\r\n")
+        assert (await client.hear())[0] == 400
+        assert await client.rest() == b""
+
+
+async def test_connections_without_a_whole_request_are_closed_after_a_time_and_busy_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "KEEP_ALIVE_S", 0.0)
+    monkeypatch.setattr(http_protocol, "SWEEP_S", 0.05)
+    go_on, began = asyncio.Event(), asyncio.Event()
+
+    async def patient(exchange: Exchange, path: str) -> None:
+        began.set()
+        await go_on.wait()
+        await echo(exchange, path)
+
+    async with serving(patient) as server, client_of(server.port) as busy:
+        await busy.say(b"GET /busy HTTP/1.1\r\nhost: x\r\n\r\n")
+        await began.wait()
+        async with client_of(server.port) as silent, client_of(server.port) as half:
+            await half.say(b"GET /half HTTP/1.1\r\nhost")
+            assert await silent.rest() == b""
+            assert await half.rest() == b""
+        go_on.set()
+        assert await busy.hear() == (200, b'"/busy"')
+
+
+async def test_the_longest_idle_connection_makes_room_for_a_new_one_and_busy_ones_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_max_connections", lambda: 2)
+    go_on = asyncio.Event()
+
+    async def patient(exchange: Exchange, path: str) -> None:
+        if path == "/busy":
+            await go_on.wait()
+        await echo(exchange, path)
+
+    async with serving(patient) as server, client_of(server.port) as first, client_of(server.port) as second:
+        assert await first.get("/first") == (200, b'"/first"')
+        assert await second.get("/second") == (200, b'"/second"')
+        async with client_of(server.port) as third:
+            assert await third.get("/third") == (200, b'"/third"')
+            assert await first.rest() == b""
+            await second.say(b"GET /busy HTTP/1.1\r\nhost: x\r\n\r\n")
+            await third.say(b"GET /busy HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.05)
+            async with client_of(server.port) as fourth:
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await fourth.get("/fourth")
+            go_on.set()
+            assert await second.hear() == (200, b'"/busy"')
+            assert await third.hear() == (200, b'"/busy"')
+
+
+async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_loop() -> None:
+    turn, begun = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def note(exchange: Exchange, path: str) -> None:
+        begun[turn] += 1
+        await echo(exchange, path)
+
+    async with serving(note) as server:
+        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(60)]
+        counting = asyncio.create_task(count_turns())
+        for _, writer in streams:
+            writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = [await Client(reader, writer).hear() for reader, writer in streams]
+        counting.cancel()
+        for _, writer in streams:
+            writer.close()
+    assert answers == [(200, b'"/x"')] * 60
+    assert max(begun.values()) <= READS_PER_TURN
+
+
+async def test_a_client_that_does_not_read_gets_no_second_answer_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    async def large(exchange: Exchange, path: str) -> None:
+        if exchange.behind:
+            await exchange.caught_up()
+        begun.append(path)
+        send_json(exchange, 200, "a" * (8 << 20))
+
+    async with serving(large) as server:
+        async with client_of(server.port) as client:
+            client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await client.say(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(3)))
+            await until(lambda: bool(begun), "the first is answered")
+            await asyncio.sleep(0.05)
+            assert begun == ["/0"]
+            client.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            for _ in range(3):
+                assert len((await client.hear())[1]) == (8 << 20) + 2
+        assert begun == ["/0", "/1", "/2"]
+
+
+async def test_an_http_1_0_client_gets_a_stream_that_ends_with_its_connection(rig: Rig) -> None:
+    body = b'{"prompt": "a", "stream": true, "max_tokens": 3}'
+    async with client_of(rig.front_end.http_port) as client:
+        await client.say(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head, _, events = (await client.rest()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_body_that_its_sender_may_hold_back_is_asked_for(rig: Rig) -> None:
+    body = b'{"prompt": "a", "max_tokens": 3}'
+    async with client_of(rig.front_end.http_port) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
+        await client.say(head)
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.say(body)
+        assert (await client.hear())[0] == 200
