@@ -99,7 +99,9 @@ class RouterConfig:
     grpc_port: int = 50_051
     control_address: str = ""
     processes: int = 1  # that serve the two ports together; docs/router_cost.md shows what one is good for
-    shared_ports: bool = False  # listen with SO_REUSEPORT; `baton up` sets it, since it holds the ports while a router is away
+    shared_ports: bool = (
+        False  # listen with SO_REUSEPORT; `baton up` sets it, since it holds the ports while a router is away
+    )
     process_port: int = 0  # HTTP of this process alone, for its metrics and health; 0 = none. `baton up` picks one each
     max_inflight: int = 512  # sequences inside, an n=4 call is 4; more get Overloaded
     max_queued: int = 1_024  # calls that wait for their turn: 2 s of TTFT where 500 start each second
@@ -108,16 +110,25 @@ class RouterConfig:
     shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
     api_keys_file: str = ""  # or a folder of them, as a secret is mounted; "" = no keys. router/tenants.py
     request_timeout_s: float = 600.0  # where the caller gives no deadline
-    max_retries: int = 4  # of one sequence elsewhere, in a row without a new token; 0 = a worker's death ends its streams
+    max_retries: int = (
+        4  # of one sequence elsewhere, in a row without a new token; 0 = a worker's death ends its streams
+    )
     unavailable_wait_s: float = 60.0  # how long a call waits for a worker to come back, within its deadline
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     max_body_bytes: int = 4 << 20  # HTTP body and gRPC message; 300 KB prompts pass, 10 MB bodies do not
     max_stop_strings: int = 16
     max_n: int = 16
-    local_prefill_tokens: int = 0  # prompts up to this length are prefilled on the decode worker; 0 = never
+    # A prompt of which a decode worker lacks at most so many tokens may be prefilled there, where that is forecast to be sooner
+    # and its running streams keep their TPOT; 0 = never, -1 = one chunk (docs/placement.md)
+    local_prefill_tokens: int = 0
+    prefix_index_blocks: int = (
+        4_000_000  # that workers cache; at most 120 MB (docs/placement.md). 100 workers of 40,000 blocks
+    )
     max_connection_age_s: float = 600.0
-    max_concurrent_streams: int = 1_000  # of one gRPC connection, HTTP/2's SETTINGS; more wait in the client. docs/grpc.md
+    max_concurrent_streams: int = (
+        1_000  # of one gRPC connection, HTTP/2's SETTINGS; more wait in the client. docs/grpc.md
+    )
     max_session_calls: int = 1_024  # running calls of one bulk Session; at 4 KB of task and sinks each, 4 MB
     client_backlog_bytes: int = (
         4 << 20

@@ -449,20 +449,19 @@ def at_load(rows: Sequence[TraceRow], load: float, num_prefill: int) -> list[Tra
     return [replace(row, at_s=row.at_s / speed) for row in rows]
 
 
-def with_tail(rows: Sequence[TraceRow], share: float, seed: int) -> tuple[list[TraceRow], list[TraceRow]]:
-    """Short prompts alone, and the same with as many over 16k tokens mixed in as makes them `share` of all."""
+def with_tail(rows: Sequence[TraceRow], share: float, seed: int) -> list[TraceRow]:
+    """The short prompts, with as many over 16k tokens mixed in as makes them `share` of all."""
     rng = random.Random(f"{seed}/tail")
     short = [row for row in rows if row.input_tokens <= SHORT_TOKENS]
     long = [row for row in rows if row.input_tokens > OVER_16K]
     num_long = round(len(short) * share / (1 - share))
     mixed = [replace(rng.choice(long), at_s=rng.uniform(0, short[-1].at_s)) for _ in range(num_long)]
-    return short, sorted([*short, *mixed], key=lambda row: row.at_s)
+    return sorted([*short, *mixed], key=lambda row: row.at_s)
 
 
 def tail_ratio(rows: Sequence[TraceRow], fleet: Fleet, load: float, share: float = 0.05, seed: int = 0) -> float:
     """TTFT p99 of short prompts with long ones among them, over that without; `load` is that of both together."""
-    short, mixed = with_tail(rows, share, seed)
-    mixed = at_load(mixed, load, fleet.num_prefill)
+    mixed = at_load(with_tail(rows, share, seed), load, fleet.num_prefill)
     p99_s = []
     for part in ([row for row in mixed if row.input_tokens <= SHORT_TOKENS], mixed):
         sim = Sim(fleet, seed)

@@ -21,6 +21,7 @@ from baton.errors import Unavailable
 from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
+from router.explain import Explanations, Rules, explain
 from router.flow_back import Plan, plan
 from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
@@ -38,7 +39,6 @@ NO_HASHES: Hashes = {}
 # Prompts up to this are hashed on the event loop: 256 blocks of 16 tokens, at 3-5 us each (measured, with 12 runnable
 # processes on 2 cores). For longer ones a thread costs less than the wait of everybody else.
 INLINE_HASH_TOKENS = 4_096
-DEFAULT_INDEX_BLOCKS = 4_000_000  # at most 120 MB; 100 workers of 40,000 blocks (80 GB of KV of an 8B model)
 MAX_WORKERS = 4_096  # of the prefix index; what tells rows apart takes 64 bytes each
 STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
@@ -267,7 +267,7 @@ class Fleet:
         identity: SessionIdentity,
         liveness: Liveness,
         local_prefill_tokens: int,
-        max_index_blocks: int = DEFAULT_INDEX_BLOCKS,
+        max_index_blocks: int,
     ) -> None:
         """`local_prefill_tokens`: see router/placement.py; negative = AUTO_LOCAL_TOKENS."""
         self.known = False
@@ -276,6 +276,7 @@ class Fleet:
         self.table = WorkerTable()
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
         self.expected = ExpectedPrefixes(MAX_WORKERS)
+        self.explanations = Explanations()
         self._local_prefill_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
         self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
         self._by_row: dict[int, Endpoint] = {}
@@ -517,9 +518,13 @@ class Fleet:
         """Choose workers that could take the sequence now, and count them as chosen."""
         outlook = self._look(demand, avoid)
         found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
+        made = plan(found, outlook) if isinstance(found, Choice) else None
+        if demand.request_id:
+            self.explanations.add(explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer)))
         if isinstance(found, NoPlace):
             return found
-        return self._take(found, plan(found, outlook), demand)
+        assert made is not None
+        return self._take(found, made, demand)
 
     def forecast(self, demand: Demand) -> Choice | NoPlace:
         """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""

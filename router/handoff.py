@@ -214,6 +214,7 @@ class Sequences:
             num_tokens + request.num_tokens_left,
             await self._hashes(job, request),
             fingerprint=fingerprint,
+            request_id=job.request.request_id,
             session_id=job.session_id,
             ttft_ms=job.ttft_ms,
             tpot_ms=job.tpot_ms,

@@ -59,6 +59,7 @@ class Demand:
     max_total_tokens: int  # prompt + max_tokens; the last one needs no KV
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks
     fingerprint: str = ""  # of the only model that may serve it, since it made the tokens already sent; "" = any
+    request_id: str = ""  # under which the choice can be explained
     session_id: str = ""  # of the conversation
     ttft_ms: float = 0.0  # targets of the call; 0 = not said
     tpot_ms: float = 0.0
@@ -88,6 +89,7 @@ class Choice:
     decode: str
     score: Score
     tpot_s: float  # forecast
+    shape: str  # remote | both | local | alone
     prefill_row: int
     decode_row: int
 
@@ -122,6 +124,8 @@ class Outlook:
     prefill_cost: Floats  # inf where the row cannot prefill for others
     decode_cost: Floats  # inf where the row cannot decode it
     decodes: Mask
+    # Rows that the choice hangs on: the best by each measure and those taken. Leaving out any others changes nothing.
+    seen: list[int] = field(default_factory=list)
 
 
 def place(
@@ -149,7 +153,7 @@ def choose(
     for allowed, _ in _attempts(outlook.workers, avoid, ""):
         row = _pick(outlook, np.where(alone, outlook.forecasts.ttft_s, np.inf), allowed)
         if row is not None:
-            return _choice(outlook, row, row, outlook.forecasts.ttft_s[row], proved=True)
+            return _choice(outlook, "alone", row, row, outlook.forecasts.ttft_s[row])
     return _why_not(outlook)
 
 
@@ -253,12 +257,10 @@ def _best_remote(outlook: Outlook, allowed: Mask | None, first: int | None) -> C
     if first is not None:
         only, cost = cost[first], np.full(len(cost), np.inf)
         cost[first] = only
-    while (prefill := _nearly_least(cost, workers.last_chosen, allowed)) is not None:
-        pair_cost = _pair_cost(outlook, prefill)
-        decode = _nearly_least(pair_cost, workers.last_chosen, allowed, slack=NEARLY)
+    while (prefill := _nearly_least(outlook, cost, allowed)) is not None:
+        decode = _nearly_least(outlook, _pair_cost(outlook, prefill), allowed, slack=NEARLY)
         if decode is not None:
-            proved = workers.links[prefill, decode] == READY
-            return _choice(outlook, prefill, decode, outlook.ttft_s[prefill], proved=bool(proved))
+            return _choice(outlook, "remote", prefill, decode, outlook.ttft_s[prefill])
         cost[prefill] = np.inf  # whom it can reach takes nothing, or not this
     return None
 
@@ -269,7 +271,7 @@ def _best_both(outlook: Outlook, allowed: Mask | None, first: int | None) -> Cho
         return None
     ttft_s = np.where(both & outlook.decodes, outlook.forecasts.ttft_s, np.inf)
     row = _pick(outlook, ttft_s, allowed, first)
-    return None if row is None else _choice(outlook, row, row, ttft_s[row], proved=True)
+    return None if row is None else _choice(outlook, "both", row, row, ttft_s[row])
 
 
 def _best_local(
@@ -291,7 +293,7 @@ def _best_local(
     ttft_s[rows[harmed]] = np.inf
     ttft_s[ttft_s >= limit_s] = np.inf
     row = _pick(outlook, ttft_s, allowed, first)
-    return None if row is None else _choice(outlook, row, row, ttft_s[row], proved=True)
+    return None if row is None else _choice(outlook, "local", row, row, ttft_s[row])
 
 
 def _pick(outlook: Outlook, ttft_s: Floats, allowed: Mask | None, first: int | None = None) -> int | None:
@@ -299,39 +301,44 @@ def _pick(outlook: Outlook, ttft_s: Floats, allowed: Mask | None, first: int | N
     if allowed is not None:
         ttft_s = np.where(allowed, ttft_s, np.inf)
     if first is not None:
-        return first if ttft_s[first] < np.inf else None
-    least = ttft_s[ttft_s.argmin()]
+        return first if ttft_s[first] < np.inf and outlook.decode_cost[first] < np.inf else None
+    soonest = int(ttft_s.argmin())
+    least = ttft_s[soonest]
     if least == np.inf:
         return None
+    outlook.seen.append(soonest)
     cost = np.where(ttft_s <= least * (1 + NEARLY), outlook.decode_cost, np.inf)
-    return _nearly_least(cost, outlook.workers.last_chosen, None, slack=NEARLY)
+    return _nearly_least(outlook, cost, None, slack=NEARLY)
 
 
-def _nearly_least(cost: Floats, last_chosen: Floats, allowed: Mask | None, slack: float | None = None) -> int | None:
+def _nearly_least(outlook: Outlook, cost: Floats, allowed: Mask | None, slack: float | None = None) -> int | None:
     """Of the rows with nearly the least cost the one chosen longest ago; None where every cost is inf.
 
     `slack`: what makes no difference; None = NEARLY of the least.
     """
     if allowed is not None:
         cost = np.where(allowed, cost, np.inf)
-    least = cost[cost.argmin()]
+    best = int(cost.argmin())
+    least = cost[best]
     if least == np.inf:
         return None
     limit = least + (NEARLY * least if slack is None else slack)
-    return int(np.where(cost <= limit, last_chosen, np.inf).argmin())
+    row = int(np.where(cost <= limit, outlook.workers.last_chosen, np.inf).argmin())
+    outlook.seen += (best, row)
+    return row
 
 
-def _choice(outlook: Outlook, prefill: int, decode: int, ttft_s: float, *, proved: bool) -> Choice:
+def _choice(outlook: Outlook, shape: str, prefill: int, decode: int, ttft_s: float) -> Choice:
     workers, cost = outlook.workers, float(outlook.decode_cost[decode])
     score = Score(
-        unproved_link=not proved,
+        unproved_link=bool(prefill != decode and workers.links[prefill, decode] != READY),
         ttft_s=float(ttft_s),
         crowded=cost >= _CROWDED / 2,
         decode_cost=cost,
         last_chosen=int(workers.last_chosen[prefill] + workers.last_chosen[decode]),
     )
     tpot_s = float(outlook.forecasts.tpot_s[decode])
-    return Choice(workers.name(prefill), workers.name(decode), score, tpot_s, prefill, decode)
+    return Choice(workers.name(prefill), workers.name(decode), score, tpot_s, shape, prefill, decode)
 
 
 def _without_partner(outlook: Outlook) -> Mask:

@@ -221,6 +221,10 @@ class WorkerTable:
             least_pool_tokens=float(self.pool_tokens[roles > 0].min(initial=np.inf)),
         )
 
+    def assume(self, paired: Mask, proved: Mask) -> None:
+        """Take as given who has partners, where those themselves are not part of the table; until the next `put`."""
+        self._topology = replace(self.topology(), paired=paired, proved=proved)
+
     def snapshot(self, row: int) -> WorkerSnapshot:
         """The row as it is now."""
         fact = self.facts[row]
