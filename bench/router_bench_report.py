@@ -72,7 +72,7 @@ def lines(figures: Figures) -> Iterator[str]:
         for title, part in zip(
             ("few streams", "many streams", "few requests", "many requests"), cpu.windows, strict=True
         ):
-            yield f"  {name}: {describe(part)}"
+            yield f"  {title}: {describe(part)}"
     if (speed := figures.speed) is not None:
         yield f"speed: {describe(speed)}"
     if (gaps := figures.gaps) is not None:

@@ -219,7 +219,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 asyncio.get_running_loop().call_soon(self._say_first)
             self._first.append((router, request.submit))
         elif kind == "cancel":
-            self._cancel(router, request.cancel.seq)
+            self._cancel(request.cancel.seq)
         elif kind == "peers":
             self._peers = request.peers.decode
             links = worker_pb2.Links(links=self._links())
@@ -280,11 +280,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         for key, submits in by_router.items():
             self._say_first_to(routers[key], submits)
 
-    def _cancel(self, router: RouterStream, seq: int) -> None:
-        """Nothing is said of a sequence that is not here: it has ended."""
+    def _cancel(self, seq: int) -> None:
+        """Both workers of a sequence are told, in any order; the one that it came to first ends it wherever it is now."""
         self._first = [(other, submit) for other, submit in self._first if submit.request.seq != seq]
-        if len(router.running):
-            router.running.cancelled.append(seq)
+        if holder := self._fleet.holders.pop(seq, None):
+            holder.running.cancelled.append(seq)
 
     def _say_first_to(self, router: RouterStream, submits: list[worker_pb2.Submit]) -> None:
         step = worker_pb2.Step(step=self._num_steps)
@@ -311,6 +311,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         """Decode gets a sequence; its router sees the next token here."""
         if router := self.routers.get(router_epoch):
             router.running.new.append(row)
+            self._fleet.holders[row[0]] = router
             if self._stepping is None:
                 self._stepping = asyncio.create_task(self._step_while_needed())
 
@@ -348,6 +349,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             load=self._load(),
         )
         for seq in seqs[finished].tolist():
+            self._fleet.holders.pop(seq, None)
             step.ended.add(seq=seq, outcome=worker_pb2.OUTCOME_FINISHED, finish_reason=LENGTH)
         for seq in cancelled:
             step.ended.add(seq=seq, outcome=worker_pb2.OUTCOME_CANCELLED)
@@ -386,6 +388,7 @@ class Fleet(control_pb2_grpc.ControlServicer):
         self.step_s = wanted.step_s
         self.pool_blocks = wanted.blocks_each
         self.log = TokenLog()
+        self.holders: dict[int, RouterStream] = {}  # of running sequences
         roles = [worker_pb2.ROLE_PREFILL] * wanted.num_prefill + [worker_pb2.ROLE_DECODE] * wanted.num_decode
         roles += [worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE] * ((wanted.num_other + 1) // 2)
         num_own = wanted.num_prefill + wanted.num_decode
