@@ -22,6 +22,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
         "grpc.max_reconnect_backoff_ms",
         1_000,
     ),  # another router of the same name may be there long before gRPC's two minutes
+    ("grpc.lb_policy_name", "round_robin"),  # of a name with several addresses: a retry goes to another router
     ("grpc.enable_retries", 0),  # we retry ourselves, by what the server says
 )
 

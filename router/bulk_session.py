@@ -7,8 +7,8 @@ So a token costs an append here and a few bytes there, and neither a task switch
 
 Every call ends in exactly one CallEnd, unless the stream ends before. The client closes its side: running calls go on to their
 end, then the stream ends with OK. It leaves: they are cancelled. It does not read: what waits for it is bounded, for all of its
-calls together, and beyond that the stream is cut. A stream that has reached the age at which connections are to move says so
-(`going_away`) and takes no more calls. Event loop only.
+calls together, and beyond that the stream is cut. A stream that has reached the age at which connections are to move, or whose
+router is to stop, says so (`going_away`) and takes no more calls. Event loop only.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class BulkSession:
         if start.call in self._tasks:
             raise InvalidRequest(f"call {start.call} runs already; its number is free after its end", field="call")
         limit = self._config.max_session_calls
+        if not self._calls.takes_calls:
+            self._go_away()
         if self._going_away:
             self._end(start.call, Unavailable("this stream takes no more calls", retry_after_s=MOVE_RETRY_S))
         elif len(self._tasks) >= limit:

@@ -27,16 +27,24 @@ class Routers:
         """All of them; gRPC takes the first one that answers."""
         return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
 
+    async def idle(self) -> None:
+        """Every call is over, here too."""
+        while await self._busy():
+            await asyncio.sleep(0.01)
+
     async def kill_busy(self) -> None:
-        """Whichever has a call: where both answer slowly, gRPC may have taken the second one."""
+        """One that has a call."""
+        process = (await self._busy())[0]
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+    async def _busy(self) -> list[asyncio.subprocess.Process]:
+        found = []
         for process, port in zip(self.processes, self.ports, strict=True):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 loads = await serving_pb2_grpc.ServingStub(channel).GetLoads(serving_pb2.GetLoadsRequest())
-            if loads.num_inflight:
-                process.send_signal(signal.SIGKILL)
-                await process.wait()
-                return
-        raise AssertionError("no router has a call")
+            found += [process] if loads.num_inflight else []
+        return found
 
 
 @asynccontextmanager

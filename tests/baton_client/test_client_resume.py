@@ -54,6 +54,7 @@ async def cluster(model_dir: Path) -> AsyncIterator[Cluster]:
 async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_dir: Path) -> None:
     async with cluster(model_dir) as rig, AsyncClient(rig.target) as client:
         whole = await client.generate("hello", max_tokens=60).text()
+        await rig.routers.idle()
         rig.pause_at(20)
         answer = client.generate("hello", max_tokens=60)
         token_ids: list[int] = []
@@ -75,6 +76,7 @@ async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_d
 async def test_a_bulk_stream_goes_on_with_all_of_its_calls(model_dir: Path) -> None:
     async with cluster(model_dir) as rig, AsyncClient(rig.target) as client:
         whole = await client.generate("hello", max_tokens=60).text()
+        await rig.routers.idle()
         rig.pause_at(20)
         got: list[list[int]] = [[] for _ in range(8)]
 

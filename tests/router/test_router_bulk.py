@@ -177,6 +177,20 @@ async def test_a_stream_that_makes_no_sense_is_refused_and_its_calls_end(
     await rig.idle()
 
 
+async def test_a_stream_of_a_router_that_stops_says_so_to_who_starts_a_call(rig: Rig) -> None:
+    rig.decode.script.decode_gate.clear()
+    stream = Stream(rig.stub)
+    stream.start(1, request(max_tokens=4))
+    await until(lambda: bool(rig.decode.num_open), "it runs")
+    rig.front_end.calls.close_door()
+    stream.start(2, request(max_tokens=4))
+    await until(lambda: stream.going_away, "it says so")
+    rig.decode.script.decode_gate.set()
+    await stream.finish()
+    assert stream.ends[2].error.code == "unavailable"
+    assert stream.answers[1].token_ids == [300, 301, 302, 303]
+
+
 async def test_a_stream_of_age_takes_no_more_calls_and_cuts_none(files: ModelFiles) -> None:
     async with running_rig(files, max_connection_age_s=0.3) as rig:
         rig.decode.script.decode_gate.clear()
