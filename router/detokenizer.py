@@ -190,7 +190,6 @@ class TextStream:
 
     def __init__(self, table: TokenTable, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._mid_character = False  # bytes wait in the decoder
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
@@ -205,6 +204,11 @@ class TextStream:
     def is_plain(self) -> bool:
         """The next token's text is the table's own, if that is one of whole characters; pushing it would change nothing."""
         return self._stops is None and not self._mid_character
+
+    @functools.cached_property
+    def _utf8(self) -> codecs.IncrementalDecoder:
+        """Made for texts that need it: most have tokens of whole characters only."""
+        return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int, finish: FinishReason = FinishReason.NONE) -> str:
         """The text that this token makes certain; perhaps none: one that ends the text (EOS, a stop token) has none."""
@@ -223,7 +227,7 @@ class TextStream:
         """Release what waits. `cut`: the model had more to say, so an unfinished character is left out."""
         if self.stop_match is not None:
             return ""
-        unfinished = "" if cut else self._utf8.decode(b"", final=True)
+        unfinished = self._utf8.decode(b"", final=True) if self._mid_character and not cut else ""
         if self._stops is None:
             return unfinished
         safe = self._stops.push(unfinished) if unfinished else ""

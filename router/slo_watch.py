@@ -6,7 +6,7 @@ judged by the targets that were in force when it arrived. Event loop only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ DEFAULT_CLASS = "interactive"  # serving.proto, Slo.class_name
 class SloWatch:
     version: int = 0
     classes: dict[str, SLO] = field(default_factory=lambda: {slo.name: slo for slo in DEFAULT_CLASSES})
-    verdicts: dict[str, Counter[Verdict]] = field(default_factory=dict)
+    verdicts: defaultdict[str, Counter[Verdict]] = field(default_factory=lambda: defaultdict(Counter))
 
     def apply(self, slos: control_pb2.SloSet) -> None:
         """Take over the controller's classes; an empty set says nothing."""
@@ -50,7 +50,7 @@ class SloWatch:
         return slo
 
     def count(self, class_name: str, verdict: Verdict) -> None:
-        self.verdicts.setdefault(class_name, Counter())[verdict] += 1
+        self.verdicts[class_name][verdict] += 1
 
     def totals(self) -> Iterable[control_pb2.ClassVerdicts]:
         """Since the router's start."""
