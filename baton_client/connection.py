@@ -13,7 +13,7 @@ from baton.v1 import serving_pb2
 # Half of what a router allows (docs/grpc.md), and far below the minute after which common load balancers drop silent connections.
 KEEPALIVE_MS = 10_000
 MAX_REPLY_BYTES = 16 << 20  # one message; routers send at most 4 MiB
-OPTIONS: Sequence[tuple[str, int]] = (
+OPTIONS: Sequence[tuple[str, int | str]] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
