@@ -220,7 +220,7 @@ class Calls:
         router_epoch: int,
     ) -> None:
         self._config = config
-        self._limits = limits
+        self.limits = limits
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._slo_watch = slo_watch
@@ -307,7 +307,7 @@ class Calls:
         self._idle.clear()
         try:
             if resumed is None:
-                check(spec, self._limits)
+                check(spec, self.limits)
             slo = self._slo_watch.targets(spec.labels)
             place = self._admit(spec, slo)
             deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)

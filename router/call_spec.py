@@ -63,8 +63,6 @@ class CallLabels:
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     timeout_s: float | None = None
-    user: str = ""  # of the caller's own; neither logged nor used
-    metadata: Mapping[str, str] = field(default_factory=dict)  # likewise
 
 
 @dataclass(frozen=True, slots=True)

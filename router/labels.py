@@ -30,8 +30,6 @@ def labels_from(headers: Mapping[str, str], own: CallLabels | None = None) -> Ca
         slo_ttft_ms=_first(own.slo_ttft_ms, _number(headers, SLO_TTFT_MS)),
         slo_tpot_ms=_first(own.slo_tpot_ms, _number(headers, SLO_TPOT_MS)),
         timeout_s=_first(own.timeout_s, None if timeout_ms is None else timeout_ms / 1e3),
-        user=own.user,
-        metadata=own.metadata,
     )
 
 

@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions  /v1/completions      streamed (SSE) or whole
     POST /v1/tokenize  /v1/detokenize     GET /v1/models
+    GET  /openapi.json
     GET  /healthz   the loop answers      /readyz   a call could be served now      /metrics
 
 Failures: before the first token an HTTP status and OpenAI's error object; in a stream one event `data: {"error": ...}`, after
@@ -47,12 +48,13 @@ from router.labels import labels_from
 from router.metrics import RouterMetrics
 from router.openai_replies import ChatReply, CompletionReply, Wording
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from router.openapi import openapi_document
 from router.series import CONTENT_TYPE, Gauge
 from router.service_tiers import tier_of
 from router.sse import SseStream
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
-from router.validate import check_messages, check_text, check_token_ids
+from router.validate import check_prompt, check_token_ids
 
 log = get_log("router.http")
 
@@ -231,13 +233,12 @@ class TokenApi:
         body = parse(TokenizeRequest, post.body)
         self._check_model(body.model)
         prompt = body.one()
+        check_prompt(prompt, self._spec.vocab_size)
         if isinstance(prompt, ChatPrompt):
-            check_messages(prompt)
             ids = await self._tokenizer.encode_chat(
                 prompt.messages, field=prompt.field, max_tokens=self._max_tokens, salt=post.tenant.salt
             )
         else:
-            check_text(prompt.field, prompt.text)
             ids = await self._tokenizer.encode(
                 prompt.text, field=prompt.field, max_tokens=self._max_tokens, salt=post.tenant.salt
             )
@@ -273,6 +274,9 @@ class Pages:
         ours = {"max_model_len": max_model_len, "vocab_size": self._spec.vocab_size}
         return JSONResponse({"object": "list", "data": [{**model, **ours}]})
 
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi_document(self._calls.limits))
+
     async def healthz(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
@@ -307,6 +311,7 @@ def build_app(
     }
     gets = {
         "/v1/models": pages.models,
+        "/openapi.json": pages.openapi,
         "/healthz": pages.healthz,
         "/readyz": pages.readyz,
         "/metrics": pages.metrics,

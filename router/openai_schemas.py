@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from baton.errors import InvalidRequest
 from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
 from router.service_tiers import Tier, priority_of, slo_class_of
+from router.validate import check_label, check_metadata
 
 MAX_ID_DIGITS = 10  # of a u32
 
@@ -30,7 +31,7 @@ Absent: TypeAlias = None  # the type of a field that may only be null: OpenAI ha
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class TextFormat(_Strict):
@@ -90,22 +91,24 @@ class _Generation(_Strict):
     safety_identifier: str | None = None  # OpenAI's newer name for it
     prompt_cache_key: str | None = None  # OpenAI's word for a session id
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _labels(self, labels: CallLabels) -> CallLabels:
-        """With what the body says; a session id or class of the headers' wins."""
+        """With what the body says; a session id of the headers' wins."""
         if self.model_fields_set.isdisjoint(_LABEL_FIELDS):
             return labels
+        check_label("user", self.user or "")
+        check_label("safety_identifier", self.safety_identifier or "")
+        check_label("prompt_cache_key", self.prompt_cache_key or "")
+        check_metadata(self.metadata or {})
         return replace(
             labels,
             session_id=labels.session_id or self.prompt_cache_key or "",
             slo_class=slo_class_of(self.service_tier, labels.slo_class),
-            user=self.user or self.safety_identifier or "",
-            metadata=self.metadata or {},
         )
 
     def _spec(
@@ -119,6 +122,9 @@ class _Generation(_Strict):
     ) -> CallSpec:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+        if self.store or (self.stream_options and self.stream_options.include_obfuscation):
+            field = "store" if self.store else "stream_options"
+            raise InvalidRequest(f"{field} asks for what this server does not do; leave it out", field=field)
         return CallSpec(
             model=self.model,
             prompt=prompt,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from baton.errors import InvalidRequest, NotFound
 from baton.request import MAX_LOGPROBS, SamplingParams
 from baton.slo import MIN_TARGET_MS
-from router.call_spec import CallLabels, CallSpec, ChatPrompt, SamplingSpec, TextPrompt, TokenPrompt
+from router.call_spec import CallLabels, CallSpec, ChatPrompt, Prompt, SamplingSpec, TextPrompt, TokenPrompt
 from router.fleet import PoolLimits
 
 ROLES = ("system", "user", "assistant")  # serving.proto ChatMessage
@@ -68,10 +68,11 @@ _RANGES: tuple[tuple[str, Range, Callable[[SamplingSpec], float | None]], ...] =
     ("min_tokens", Range(0, 2**31 - 1), lambda s: s.min_tokens),
     ("logprobs", Range(0, MAX_LOGPROBS), lambda s: s.logprobs),
 )
-_BIAS = Range(-100, 100)
-_PRIORITY = Range(-100, 100)
-_TARGET_MS = Range(MIN_TARGET_MS, 3.6e6)  # an hour: beyond it a target is no target
-_TIMEOUT_S = Range(0, MAX_TIMEOUT_S, open_low=True)
+BIAS = Range(-100, 100)
+PRIORITY = Range(-100, 100)
+RANGES = {name: allowed for name, allowed, _ in _RANGES}  # for the OpenAPI document
+TARGET_MS = Range(MIN_TARGET_MS, 3.6e6)  # an hour: beyond it a target is no target
+TIMEOUT_S = Range(0, MAX_TIMEOUT_S, open_low=True)
 
 
 def check(spec: CallSpec, limits: Limits) -> None:
@@ -84,10 +85,10 @@ def check(spec: CallSpec, limits: Limits) -> None:
     if spec.model and spec.model != limits.model:
         raise NotFound(f"the model {_shown(spec.model)} is not served here; {limits.model!r} is", field="model")
     _check_labels(spec.labels)
-    _check_prompt(spec, limits)
+    check_prompt(spec.prompt, limits.vocab_size)
     _check_sampling(spec.sampling, limits)
     _check_stop(spec.stop, limits)
-    _PRIORITY.check("priority", spec.priority)
+    PRIORITY.check("priority", spec.priority)
     if spec.echo and spec.sampling.logprobs is not None:
         raise InvalidRequest("echo does not go with logprobs: a prompt's own are not computed", field="echo")
 
@@ -134,6 +135,38 @@ def resolve(spec: CallSpec, num_prompt_tokens: int, pools: PoolLimits, seed: int
     )
 
 
+def check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """What can be said before it is tokenised. Raises: InvalidRequest."""
+    match prompt:
+        case TextPrompt(text, field):
+            _refuse_empty(field, text)
+            check_text(field, text)
+        case TokenPrompt(token_ids, field):
+            _refuse_empty(field, token_ids)
+            check_token_ids(field, token_ids, vocab_size)
+        case ChatPrompt(messages, field):
+            _refuse_empty(field, messages)
+            _check_messages(messages, field)
+
+
+def _refuse_empty(field: str, value: Sequence[object]) -> None:
+    if not value:
+        raise InvalidRequest(f"{field} is empty; the limit is at least 1 token", field=field)
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]], field: str) -> None:
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"{field} has {len(messages)} entries; the limit is {MAX_MESSAGES}", field=field)
+    for position, message in enumerate(messages):
+        name = f"{field}[{position}]"
+        if message["role"] not in ROLES:
+            raise InvalidRequest(
+                f"{name}.role is {_shown(message['role'])}; the limit is one of {', '.join(ROLES)}",
+                field=f"{name}.role",
+            )
+        check_text(f"{name}.content", message["content"])
+
+
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises: InvalidRequest, naming the first id outside the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
@@ -153,32 +186,17 @@ def check_text(field: str, text: str) -> None:
         ) from None
 
 
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
+def check_label(field: str, text: str) -> None:
+    """Raises: InvalidRequest, for what is too long to be a label, or would break out of a header or a log line."""
+    check_text(field, text)
+    if len(text) > MAX_LABEL_CHARS:
+        raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_LABEL_CHARS}", field=field)
+    if not text.isprintable() and any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise InvalidRequest(f"{field} contains a control character", field=field)
 
 
-def _shown(text: str) -> str:
-    """A caller's word in a message: short, and safe to log."""
-    return ascii(text[:64])
-
-
-def _check_labels(labels: CallLabels) -> None:
-    for field, text in (("request_id", labels.request_id), ("session_id", labels.session_id), ("user", labels.user)):
-        check_text(field, text)
-        if len(text) > MAX_LABEL_CHARS:
-            raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_LABEL_CHARS}", field=field)
-        if any(ord(character) < 32 or ord(character) == 127 for character in text):  # it is echoed in a header
-            raise InvalidRequest(f"{field} contains a control character", field=field)
-    for field, target in (("slo.ttft_ms", labels.slo_ttft_ms), ("slo.tpot_ms", labels.slo_tpot_ms)):
-        if target is not None:
-            _TARGET_MS.check(field, target)
-    if labels.timeout_s is not None:
-        _TIMEOUT_S.check("timeout_s", labels.timeout_s)
-    if labels.metadata:
-        _check_metadata(labels.metadata)
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """What OpenAI would keep with an answer; here it is only bounded. Raises: InvalidRequest."""
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata has {len(metadata)} pairs; the limit is {MAX_METADATA}", field="metadata")
     for key, value in metadata.items():
@@ -189,37 +207,23 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
                 )
 
 
-def _check_prompt(spec: CallSpec, limits: Limits) -> None:
-    prompt = spec.prompt
-    empty = InvalidRequest(f"{prompt.field} is empty; the limit is at least 1 token", field=prompt.field)
-    match prompt:
-        case TextPrompt(text, field):
-            if not text:
-                raise empty
-            check_text(field, text)
-        case TokenPrompt(token_ids, field):
-            if not token_ids:
-                raise empty
-            check_token_ids(field, token_ids, limits.vocab_size)
-        case ChatPrompt():
-            if not prompt.messages:
-                raise empty
-            check_messages(prompt)
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
 
 
-def check_messages(prompt: ChatPrompt) -> None:
-    if len(prompt.messages) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"{prompt.field} has {len(prompt.messages)} entries; the limit is {MAX_MESSAGES}", field=prompt.field
-        )
-    for position, message in enumerate(prompt.messages):
-        field = f"{prompt.field}[{position}]"
-        if message["role"] not in ROLES:
-            raise InvalidRequest(
-                f"{field}.role is {_shown(message['role'])}; the limit is one of {', '.join(ROLES)}",
-                field=f"{field}.role",
-            )
-        check_text(f"{field}.content", message["content"])
+def _shown(text: str) -> str:
+    """A caller's word in a message: short, and safe to log."""
+    return ascii(text[:64])
+
+
+def _check_labels(labels: CallLabels) -> None:
+    check_label("request_id", labels.request_id)
+    check_label("session_id", labels.session_id)
+    for field, target in (("slo.ttft_ms", labels.slo_ttft_ms), ("slo.tpot_ms", labels.slo_tpot_ms)):
+        if target is not None:
+            TARGET_MS.check(field, target)
+    if labels.timeout_s is not None:
+        TIMEOUT_S.check("timeout_s", labels.timeout_s)
 
 
 def _check_sampling(sampling: SamplingSpec, limits: Limits) -> None:
@@ -236,7 +240,7 @@ def _check_sampling(sampling: SamplingSpec, limits: Limits) -> None:
         )
     check_token_ids("logit_bias", list(sampling.logit_bias), limits.vocab_size)
     for bias in sampling.logit_bias.values():
-        _BIAS.check("logit_bias", bias)
+        BIAS.check("logit_bias", bias)
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids has {len(sampling.stop_token_ids)} entries; the limit is {MAX_STOP_TOKEN_IDS}",
