@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -11,7 +12,7 @@ import pytest
 from baton.errors import InvalidRequest, WorkerLost
 from baton.model_files import ModelFiles
 from baton.request import Role
-from baton.v1 import control_pb2, worker_pb2
+from baton.v1 import control_pb2, serving_pb2, worker_pb2
 from router.fleet import Endpoint
 from router.health import FAILURES_IN_A_ROW
 from tests.router.router_rig import Rig, request, running_rig, until
@@ -158,3 +159,64 @@ async def test_a_worker_that_comes_back_elsewhere_again_and_again_is_known_for_i
         b0 = await restart(b0)
     assert endpoint(both_rig, "b0").health.is_open
     assert "was lost" in endpoint(both_rig, "b0").health.reason
+
+
+async def test_counts_are_back_at_zero_after_cancels_and_a_restarted_worker_gets_its_share_and_no_more(
+    both_rig: Rig,
+) -> None:
+    rng = random.Random(3)
+
+    async def call(number: int) -> None:
+        stream = both_rig.stub.Generate(request(f"call {number}", max_tokens=20))
+        if number % 2:
+            await asyncio.sleep(0.02 * rng.random())
+            stream.cancel()
+            return
+        async for _ in stream:
+            pass
+
+    for first in range(0, 200, 40):
+        await asyncio.gather(*map(call, range(first, first + 40)))
+    await both_rig.idle()
+    b0, b1, b2 = both_rig.workers
+    await b0.kill()
+    b0 = await StubWorker("b0").start()
+    both_rig.workers.append(b0)
+    both_rig.front_end.fleet.apply([record(b0), record(b1), record(b2)])
+    await until(lambda: states(both_rig) == ["ready"] * 3, "all are ready")
+    counts: Counter[str] = Counter()
+    for _ in range(6):
+        counts += await served(both_rig, 10)
+    shares = [counts[f"{worker.worker_id}@{worker.address}"] for worker in (b0, b1, b2)]
+    assert sum(shares) == 60
+    assert min(shares) >= 12, shares
+
+
+async def test_a_router_that_takes_over_lists_and_uses_every_worker(files: ModelFiles) -> None:
+    prefills = [await StubWorker(f"p{n}", worker_pb2.ROLE_PREFILL).start() for n in range(3)]
+    decodes = [await StubWorker(f"d{n}", worker_pb2.ROLE_DECODE).start() for n in range(3)]
+    for prefill in prefills:
+        prefill.peers = {decode.worker_id: decode for decode in decodes}
+        prefill.script.prefill_gate.clear()
+    workers = [*prefills, *decodes]
+    async with running_rig(files, [], wait_ready=False) as first:
+        first.front_end.fleet.apply([record(worker) for worker in workers])
+        await until(lambda: states(first) == ["ready"] * 6, "all are ready")
+        calls = [asyncio.create_task(first.generate(request(f"call {n}", max_tokens=3))) for n in range(12)]
+        await until(lambda: sum(prefill.num_open for prefill in prefills) == 12, "all calls are running")
+        await first.front_end.stop()
+        answers = await asyncio.gather(*calls)
+        assert all(answer.status is not None for answer in answers), "they end with an error, none hangs"
+    await until(lambda: not any(worker.num_open for worker in workers), "workers dropped what the first router had")
+    for prefill in prefills:
+        prefill.script.prefill_gate.set()
+        prefill.submits.clear()
+    async with running_rig(files, [], wait_ready=False) as second:
+        second.workers = workers
+        second.front_end.fleet.apply([record(worker) for worker in workers])
+        await until(lambda: states(second) == ["ready"] * 6, "all are ready")
+        for _ in range(6):
+            await served(second, 10)
+        assert len((await second.stub.GetLoads(serving_pb2.GetLoadsRequest())).workers) == 6
+        assert all(prefill.submits for prefill in prefills)
+        assert all(decode.adopted for decode in decodes)
