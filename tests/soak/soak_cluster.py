@@ -88,7 +88,14 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
     """Args: worker_module is what `python -m` runs for a worker; `folder` takes configs and logs."""
 
     def __init__(
-        self, members: Sequence[Member], worker_module: str, model_dir: Path, folder: Path, *, prefix_cache: bool
+        self,
+        members: Sequence[Member],
+        worker_module: str,
+        model_dir: Path,
+        folder: Path,
+        *,
+        prefix_cache: bool,
+        deterministic: bool = False,
     ) -> None:
         self.workers = {member.worker_id: SoakWorker(member) for member in members}
         self.findings: list[str] = []
@@ -99,7 +106,9 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         self._worker_module = worker_module
         self._model_dir = model_dir
         self._folder = folder
-        self._engine = EngineConfig(chunk_tokens=64, max_num_seqs=16, num_threads=1, prefix_cache=prefix_cache)
+        self._engine = EngineConfig(
+            chunk_tokens=64, max_num_seqs=16, num_threads=1, prefix_cache=prefix_cache, deterministic=deterministic
+        )
         self._pids: set[int] = set()  # of all processes ever started here
         self._version = 0
         self._changed = asyncio.Event()
