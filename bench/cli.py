@@ -1,4 +1,4 @@
-"""Registers `baton bench serve | compare | ping | shipping | kv | overlap | router`, each with `run(args)` -> exit status.
+"""Registers `baton bench serve | compare | ping | shipping | kv | overlap | router | overload`, each with `run(args)` -> status.
 
 Imports nothing heavy: no torch, ray or transformers, here or below.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-from bench import compare, kv, overlap, ping, router_bench, serve_cli, shipping
+from bench import compare, kv, overlap, overload, ping, router_bench, serve_cli, shipping
 
 
 def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("bench", help="measure a cluster from its clients' side")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (serve_cli, compare, ping, shipping, kv, overlap, router_bench):
+    for command in (serve_cli, compare, ping, shipping, kv, overlap, router_bench, overload):
         command.add_parser(commands)

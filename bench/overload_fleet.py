@@ -16,6 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.slo import SLO
 from router.admission import Admission, Bounds, Reason, Turn
@@ -142,7 +143,11 @@ class Fleet:
     def _next_job(self, jobs: Iterator[Job]) -> None:
         job = next(jobs, None)
         if job is not None:
-            self._at(job.at_s, lambda: (self._next_job(jobs), self._arrive(job))[0])
+            self._at(job.at_s, partial(self._come, job, jobs))
+
+    def _come(self, job: Job, later: Iterator[Job]) -> None:
+        self._next_job(later)
+        self._arrive(job)
 
     # -- the router --------------------------------------------------------------------------------------------------
 

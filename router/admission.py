@@ -198,6 +198,7 @@ class Admission:
         self.num_seqs += turn.num_seqs
         credit = self._credit(turn.tenant)
         if not self.queue and self._fits(turn, now_s):
+            self._appointments.clear()  # who was told a time did not come: there is room now
             self.queue.pass_by(turn, credit)
             self._release(turn, now_s)
         else:
