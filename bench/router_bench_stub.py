@@ -202,7 +202,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             if writer is not None:
                 writer.cancel()
-                del self.routers[epoch]
+                router.has_room.set()  # for whoever waits to step
+                if self.routers[epoch] is router:  # and not the stream that came after it
+                    del self.routers[epoch]
 
     def _greet(self, router: RouterStream) -> None:
         router.say(Saying(worker_pb2.SessionEvent(opened=self._opened())))
