@@ -108,6 +108,9 @@ class RouterConfig:
     max_queued_tokens: int = 8_000_000  # of their prompts: 64 MB of token ids
     queue_window_s: float = 0.02  # of work that a prefill worker has before it gets more. measured: docs/overload.md
     shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
+    grpc_certificate_file: str = ""  # PEM, of the gRPC port; "" = no TLS
+    grpc_key_file: str = ""
+    grpc_client_ca_file: str = ""  # PEM; clients must show a certificate signed by one of these; "" = none is asked for
     api_keys_file: str = ""  # or a folder of them, as a secret is mounted; "" = no keys. router/tenants.py
     request_timeout_s: float = 600.0  # where the caller gives no deadline
     max_retries: int = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -195,7 +196,8 @@ class GrpcServer:
     """Binds, serves and stops; `port` is what was bound."""
 
     def __init__(self, config: RouterConfig, api: ServingApi) -> None:
-        """Raises: ConfigError, when the port is taken."""
+        """Raises: ConfigError, when the port is taken, or a certificate cannot be used."""
+        credentials = _credentials(config)
         self._server = grpc.aio.server(
             options=(
                 (
@@ -218,8 +220,12 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # left out of its stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        address = _address(config.host, config.grpc_port)
         try:
-            self.port = self._server.add_insecure_port(_address(config.host, config.grpc_port))
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ConfigError(
                 f"gRPC port {config.grpc_port} on {config.host} cannot be bound (in use?); choose another with --grpc-port",
@@ -240,6 +246,32 @@ class GrpcServer:
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+    """Raises: ConfigError."""
+    if not config.grpc_certificate_file:
+        if config.grpc_key_file or config.grpc_client_ca_file:
+            raise ConfigError("TLS needs grpc_certificate_file", field="grpc_certificate_file")
+        return None
+    key, chain = (
+        _pem(config.grpc_key_file, "grpc_key_file"),
+        _pem(config.grpc_certificate_file, "grpc_certificate_file"),
+    )
+    client_ca = _pem(config.grpc_client_ca_file, "grpc_client_ca_file") if config.grpc_client_ca_file else None
+    return grpc.ssl_server_credentials(
+        [(key, chain)], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )  # fmt: skip
+
+
+def _pem(path: str, field: str) -> bytes:
+    try:
+        pem = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{field} {path!r} cannot be read ({error.strerror})", field=field) from None
+    if b"-----BEGIN " not in pem:
+        raise ConfigError(f"{field} {path!r} is not PEM", field=field)
+    return pem
 
 
 def _time_left_s(context: Context) -> float | None:
