@@ -54,18 +54,16 @@ class Quotas:
                 field="max_concurrent",
                 retry_after_s=1.0,
             )
-        for field, bucket, per_min, amount in (
-            ("requests_per_min", use.requests, tenant.requests_per_min, 1.0),
-            ("tokens_per_min", use.tokens, tenant.tokens_per_min, 0.0),
+        # A request must fit whole; of tokens, of which nobody knows how many it will take, one must be left.
+        for field, bucket, per_min in (
+            ("requests_per_min", use.requests, tenant.requests_per_min),
+            ("tokens_per_min", use.tokens, tenant.tokens_per_min),
         ):
-            if per_min == NO_LIMIT:
-                continue
-            lacking = amount - bucket.level(per_min, now_s)
-            if lacking > 0 or (not amount and lacking == 0):
+            if per_min != NO_LIMIT and (lacking := 1.0 - bucket.level(per_min, now_s)) > 0:
                 raise Overloaded(
                     f"{field}: the limit of this key is {per_min:g}",
                     field=field,
-                    retry_after_s=max(lacking, 1.0) * MINUTE_S / per_min,
+                    retry_after_s=lacking * MINUTE_S / per_min,
                 )
         use.num_seqs += num_seqs
         if tenant.requests_per_min != NO_LIMIT:
