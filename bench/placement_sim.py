@@ -159,6 +159,10 @@ class SimWorker:
         lacking = job.row.input_tokens - cached * BLOCK
         self.queued_tokens -= _
         end_s = now_s + wait_s + prefill_s(lacking, job.row.input_tokens)
+        if self.running:  # streams that run here stand still meanwhile
+            self._advance(now_s)
+            self.at_s = end_s
+            self._plan_next(end_s)
         self.current, self.busy_until_s = (now_s, end_s, lacking), end_s
         self._sim.at(end_s, lambda: self._computed(job, end_s))
 
@@ -190,18 +194,18 @@ class SimWorker:
         self._plan_next(now_s)
 
     def _advance(self, now_s: float) -> None:
-        if self.running:
+        if self.running and now_s > self.at_s:
             done = (now_s - self.at_s) / step_s(len(self.running), self.kv_tokens)
             self.steps += done
             self.kv_tokens += done * len(self.running)
-        self.at_s = now_s
+        self.at_s = max(self.at_s, now_s)
 
     def _plan_next(self, now_s: float) -> None:
         self._event += 1
         if self.running:
             event, left = self._event, max(0.0, self.running[0][0] - self.steps)
             # The batch grows meanwhile: look again within some steps, so that the length of a step follows its KV.
-            end_s = now_s + min(left, 64.0) * step_s(len(self.running), self.kv_tokens)
+            end_s = max(now_s, self.at_s) + min(left, 64.0) * step_s(len(self.running), self.kv_tokens)
             self._sim.at(end_s, lambda: self._stepped(event, end_s))
 
     def _stepped(self, event: int, now_s: float) -> None:

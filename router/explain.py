@@ -51,7 +51,7 @@ class Explanation:
     plan: Plan | None
     facts: Sequence[WorkerSnapshot]
     numbers: Floats  # [NUMBERS, candidates]
-    forecasts: Floats  # [queue_s, ttft_s, tpot_s, prefill_cost, decode_cost; candidates]
+    forecasts: Floats  # [ttft_s, queue_s, tpot_s, prefill_cost, decode_cost; candidates]
     links: npt.NDArray[np.int8]  # [candidates, candidates]
     has_partner: npt.NDArray[np.bool_]  # [paired, proved; candidates]
     left_out: Mapping[str, int]
@@ -79,7 +79,7 @@ class Explanation:
         }
 
     def _candidate_json(self, number: int, worker: WorkerSnapshot) -> Json:
-        queue_s, ttft_s, tpot_s, prefill_cost, decode_cost = self.forecasts[:, number].tolist()
+        ttft_s, queue_s, tpot_s, prefill_cost, decode_cost = self.forecasts[:, number].tolist()
         return {
             **asdict(worker),
             "role": worker.role.name.lower(),
@@ -101,7 +101,10 @@ def explain(
     """Keep what `found` was made from; beside what it hangs on `num_best` of each measure."""
     workers, forecasts, topology = outlook.workers, outlook.forecasts, outlook.workers.topology()
     rows = _candidate_rows(outlook, found, rules, num_best)
-    table = np.stack((forecasts.queue_s, outlook.ttft_s, forecasts.tpot_s, outlook.prefill_cost, outlook.decode_cost))
+    ttft_s = forecasts.ttft_s[rows]
+    if outlook.pulled_s is not None:
+        ttft_s = np.minimum(ttft_s, outlook.pulled_s[rows])
+    shown = (forecasts.queue_s, forecasts.tpot_s, outlook.prefill_cost, outlook.decode_cost)
     return Explanation(
         demand=outlook.demand,
         rules=rules,
@@ -109,7 +112,7 @@ def explain(
         plan=plan,
         facts=[fact for row in rows.tolist() if (fact := workers.facts[row]) is not None],
         numbers=workers.numbers(rows),
-        forecasts=table[:, rows],
+        forecasts=np.stack((ttft_s, *(column[rows] for column in shown))),
         links=workers.links[np.ix_(rows, rows)],
         has_partner=np.stack((topology.paired[rows], topology.proved[rows])),
         left_out=_left_out(outlook, rules, len(rows)),

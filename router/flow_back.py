@@ -20,7 +20,7 @@ import numpy as np
 
 from router.forecast import Forecasts
 from router.rates import PULL_OVERHEAD_S
-from router.worker_table import READY, Floats, Mask, WorkerSnapshot, WorkerTable
+from router.worker_table import Floats, Mask, WorkerSnapshot, WorkerTable
 
 if TYPE_CHECKING:
     from router.placement import Choice, Outlook
@@ -61,21 +61,16 @@ def best_holder(workers: WorkerTable, lenders: Mask, used_share: Floats) -> int 
     return row if cached[row] else None
 
 
-def can_pull(workers: WorkerTable, holder: int) -> Mask:
-    """Rows to which blocks that `holder` caches are of use, and can go."""
-    linked: Mask = (workers.root == workers.root[holder]) & (workers.links[:, holder] == READY)
-    lacking: Mask = workers.cached_tokens < workers.cached_tokens[holder]
-    return linked & lacking
-
-
 def pulled(workers: WorkerTable, prompt_tokens: int, forecasts: Forecasts, holder: int) -> tuple[Floats, Floats]:
-    """Time to the first token on every row that pulls from `holder`, and what of it is computing, [rows] each."""
+    """When every row that pulls from `holder` has what that one caches, and computing the rest, [rows] each; inf for who cannot.
+
+    A row that caches more than the holder gains nothing by it: its rest is longer than what it lacks.
+    """
     num_cached = workers.cached_tokens[holder]
     nbytes = (num_cached - workers.cached_tokens) * workers.token_bytes[holder]
-    compute_s: Floats = (prompt_tokens - num_cached) / workers.prefill_tokens_per_s
     ready_s = np.maximum(forecasts.queue_s, _move_s(nbytes, workers.kv_bytes_per_s, workers.step_s[holder]))
-    ttft_s: Floats = ready_s + compute_s
-    return ttft_s, compute_s
+    ready_s += workers.pull_cost(holder)
+    return ready_s, (prompt_tokens - num_cached) / workers.prefill_tokens_per_s
 
 
 def _move_s(nbytes: Number, bytes_per_s: Number, step_s: float) -> Number:
@@ -86,12 +81,12 @@ def plan(choice: Choice, outlook: Outlook) -> Plan:
     """Complete a Choice."""
     workers, row, holder = outlook.workers, choice.prefill_row, outlook.holder
     lacking = int(outlook.forecasts.lacking_tokens[row])
-    if choice.local or holder is None or not outlook.pulling[row]:
+    if choice.local or holder is None:
         return Plan(choice, lacking)
-    if outlook.ttft_s[row] >= outlook.forecasts.ttft_s[row]:
-        return Plan(choice, lacking, forgone=True)
     num_cached = int(workers.cached_tokens[holder])
     nbytes = int((num_cached - workers.cached_tokens[row]) * workers.token_bytes[holder])
+    if not outlook.pulls(row):
+        return Plan(choice, lacking, forgone=nbytes > 0 and workers.pull_cost(holder)[row] == 0)
     pull = Pull(workers.name(holder), num_cached // int(workers.block_size[holder]), nbytes, choice.ttft_s)
     return Plan(choice, outlook.demand.prompt_tokens - num_cached, pull)
 

@@ -28,7 +28,7 @@ from baton.request import Role
 from router import flow_back
 from router.forecast import Forecasts, forecast
 from router.prefix_index import Hashes
-from router.worker_table import CONNECTING, LINK_STATES, READY, REFUSED, Floats, Mask, WorkerSnapshot, WorkerTable
+from router.worker_table import LINK_COST, LINK_STATES, READY, REFUSED, Floats, Mask, WorkerSnapshot, WorkerTable
 
 HEADROOM = 0.9  # of a decode pool: beyond it a new sequence soon preempts another one, whatever is cached there
 # What a whole prompt cached on decode is worth, in shares of its pool. Half: the imbalance at which SGLang's router, which
@@ -38,7 +38,7 @@ OTHER_FABRIC = 0.25  # the same KV over a slower wire: as much as having half of
 # What computing costs those who come behind, as a multiple of what it costs the prompt itself. Simulated on the mooncake trace
 # at full load: 0 -> 1 halves the median TTFT (1.12 -> 0.50 s) and keeps 97 % of the hits instead of 90 %; 0.5 to 2 are alike.
 OTHERS = 1.0
-HOME = 0.1  # for the worker that has the session's last turn, where its cache is not known to say so: breaks near ties only
+HOME = 0.15  # for the worker that has the session's last turn, where its cache is not known to say so: 3 x NEARLY, no more
 NEARLY = 0.05  # relative to the best: the fitted step model errs by 6 % in the median (traces, calibration/dynamo_h200)
 RELAXED = 0.5  # of the TPOT target: up to it quicker steps gain nobody anything
 DEFAULT_TPOT_S = 0.1  # of class interactive, baton/slo.py
@@ -47,8 +47,7 @@ SPREAD_TOKENS = 32  # over which a stream makes up for being held up once: a qua
 
 # Classes of cost, each beyond whatever the lower ones can sum up to.
 _CROWDED = 10.0
-_UNPROVED = 100.0
-_UNPROVED_S = 1e9
+UNPROVED_S = 1e9  # for a prefill worker none of whose links is proved
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +118,21 @@ class Outlook:
     demand: Demand
     forecasts: Forecasts
     holder: int | None  # the decode row to pull from
-    pulling: Mask  # rows that could
-    ttft_s: Floats  # with that pull where it is quicker
+    pulled_s: Floats | None  # time to the first token with that pull, inf where it cannot be; None without a holder
     prefill_cost: Floats  # inf where the row cannot prefill for others
     decode_cost: Floats  # inf where the row cannot decode it
     decodes: Mask
     # Rows that the choice hangs on: the best by each measure and those taken. Leaving out any others changes nothing.
     seen: list[int] = field(default_factory=list)
+
+    def pulls(self, row: int) -> bool:
+        """Whether the row would rather pull than compute."""
+        return self.pulled_s is not None and bool(self.pulled_s[row] < self.forecasts.ttft_s[row])
+
+    def ttft_s(self, row: int) -> float:
+        """As a prefill worker for others, by the quicker way."""
+        own_s = float(self.forecasts.ttft_s[row])
+        return own_s if self.pulled_s is None else min(own_s, float(self.pulled_s[row]))
 
 
 def place(
@@ -170,22 +177,20 @@ def look(workers: WorkerTable, demand: Demand, avoid: frozenset[str] = frozenset
     if demand.fingerprint:
         same = workers.fingerprint == workers.code(demand.fingerprint)
         prefills, decodes = prefills & same, decodes & same
-    used_share = workers.used_tokens / topology.pool_tokens
-    ttft_s, compute_s, pulling = forecasts.ttft_s, forecasts.compute_s, prefills
+    used_share = workers.used_tokens * topology.per_pool_token
+    prefill_cost, pulled_s = forecasts.ttft_s + OTHERS * forecasts.compute_s, None
     holder = flow_back.best_holder(workers, _without(decodes, workers, avoid), used_share)
     if holder is not None:
-        pulled_s, rest_s = flow_back.pulled(workers, demand.prompt_tokens, forecasts, holder)
-        pulling = prefills & flow_back.can_pull(workers, holder)
-        quicker = pulling & (pulled_s < ttft_s)
-        ttft_s, compute_s = np.where(quicker, pulled_s, ttft_s), np.where(quicker, rest_s, compute_s)
+        ready_s, rest_s = flow_back.pulled(workers, demand.prompt_tokens, forecasts, holder)
+        pulled_s = ready_s + rest_s
+        prefill_cost = np.minimum(prefill_cost, pulled_s + OTHERS * rest_s)
     return Outlook(
         workers=workers,
         demand=demand,
         forecasts=forecasts,
         holder=holder,
-        pulling=pulling,
-        ttft_s=ttft_s,
-        prefill_cost=np.where(prefills, ttft_s + OTHERS * compute_s, np.inf),
+        pulled_s=pulled_s,
+        prefill_cost=np.where(prefills, prefill_cost, np.inf),
         decode_cost=np.where(decodes, _decode_cost(workers, demand, forecasts, used_share), np.inf),
         decodes=decodes,
     )
@@ -194,7 +199,7 @@ def look(workers: WorkerTable, demand: Demand, avoid: frozenset[str] = frozenset
 def _decode_cost(workers: WorkerTable, demand: Demand, forecasts: Forecasts, used_share: Floats) -> Floats:
     """Of the row alone; what depends on who prefills is added by `_pair_cost`."""
     time_share = forecasts.tpot_s * (1 / demand.tpot_target_s)
-    used_share_then = used_share + demand.max_total_tokens / workers.topology().pool_tokens
+    used_share_then = used_share + demand.max_total_tokens * workers.topology().per_pool_token
     cost: Floats = np.maximum(used_share, time_share - RELAXED)
     cost += _CROWDED * ((used_share_then > HEADROOM) | (time_share > 1))
     cost += (AFFINITY / demand.prompt_tokens) * forecasts.lacking_tokens
@@ -206,9 +211,9 @@ def _decode_cost(workers: WorkerTable, demand: Demand, forecasts: Forecasts, use
 def _pair_cost(outlook: Outlook, prefill: int) -> Floats:
     """Of decoding what this row prefills; inf where they cannot work together."""
     workers = outlook.workers
-    links = workers.links[prefill]
-    usable = (links >= CONNECTING) & (workers.fingerprint == workers.fingerprint[prefill])
-    cost: Floats = np.where(usable, outlook.decode_cost, np.inf) + _UNPROVED * (links != READY)
+    cost: Floats = outlook.decode_cost + LINK_COST[workers.links[prefill]]
+    if not workers.topology().one_model:
+        cost[workers.fingerprint != workers.fingerprint[prefill]] = np.inf
     if workers.fabric[prefill]:
         cost += OTHER_FABRIC * ((workers.fabric != workers.fabric[prefill]) & (workers.fabric > 0))
     return cost
@@ -253,14 +258,14 @@ def _better(one: Choice, other: Choice) -> Choice:
 
 def _best_remote(outlook: Outlook, allowed: Mask | None, first: int | None) -> Choice | None:
     workers = outlook.workers
-    cost = outlook.prefill_cost + _UNPROVED_S * ~workers.topology().proved
+    cost = outlook.prefill_cost + UNPROVED_S * ~workers.topology().proved
     if first is not None:
         only, cost = cost[first], np.full(len(cost), np.inf)
         cost[first] = only
     while (prefill := _nearly_least(outlook, cost, allowed)) is not None:
         decode = _nearly_least(outlook, _pair_cost(outlook, prefill), allowed, slack=NEARLY)
         if decode is not None:
-            return _choice(outlook, "remote", prefill, decode, outlook.ttft_s[prefill])
+            return _choice(outlook, "remote", prefill, decode, outlook.ttft_s(prefill))
         cost[prefill] = np.inf  # whom it can reach takes nothing, or not this
     return None
 

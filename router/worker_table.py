@@ -82,6 +82,11 @@ NUMBERS = (
 NAMES = ("fingerprint", "root", "fabric")
 
 
+# What a link costs whoever would use it: nothing, much before it is proved, and no sum makes up for one that is down.
+UNPROVED = 100.0
+LINK_COST = np.array((np.inf, np.inf, UNPROVED, 0.0))  # by code
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """What follows from rarely changing facts alone; made anew when one of them changes. [rows] each."""
@@ -91,8 +96,10 @@ class Topology:
     proved: Mask  # of those: its link to some decode worker is ready
     decode: Mask  # takes sequences
     both: Mask  # of those: prefills for itself
-    pool_tokens: Floats  # at least 1
+    per_pool_token: Floats  # 1 / pool_tokens
     least_pool_tokens: float  # of those that take anything
+    one_model: bool  # every worker that takes calls has the same fingerprint
+    pull_cost: dict[int, Floats]  # by holder: 0 for rows that can pull from it, else inf; filled as they are asked for
 
 
 class WorkerTable:
@@ -217,9 +224,19 @@ class WorkerTable:
             proved=prefill & (fits & (self.links == READY)).any(axis=1),
             decode=decode,
             both=both,
-            pool_tokens=np.maximum(self.pool_tokens, 1.0),
+            per_pool_token=1 / np.maximum(self.pool_tokens, 1.0),
             least_pool_tokens=float(self.pool_tokens[roles > 0].min(initial=np.inf)),
+            one_model=len(np.unique(self.fingerprint[roles > 0])) < 2,
+            pull_cost={},
         )
+
+    def pull_cost(self, holder: int) -> Floats:
+        """0 for rows to which blocks that `holder` caches are of use, and can go; inf for others."""
+        known = self.topology().pull_cost
+        if holder not in known:
+            usable = (self.root == self.root[holder]) & (self.links[:, holder] == READY)
+            known[holder] = np.where(usable, 0.0, np.inf)
+        return known[holder]
 
     def assume(self, paired: Mask, proved: Mask) -> None:
         """Take as given who has partners, where those themselves are not part of the table; until the next `put`."""
