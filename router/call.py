@@ -13,6 +13,7 @@ left, by ClientStuck. Whatever the outcome, the `finally` of `open` has it count
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -86,14 +87,23 @@ class Call:
         self.stuck = False  # its reader was interrupted
         self.resumed = resumed  # None: a new call
         self.told = asyncio.Event()  # nobody serves it any more
-        self.leader_began = asyncio.Event()  # choice 0 has a token: its prefill worker has the prompt in its cache
         self._serve = serve
         self._teller: asyncio.Task[object] | None = None
         self._failure: BatonError | None = None
-        self._outbox = Outbox(backlog_bytes)
+        self._backlog_bytes = backlog_bytes
         self._telling: asyncio.Task[None] | None = None  # to the outbox
         self._reader: asyncio.Task[object] | None = None
         self._patience: asyncio.TimerHandle | None = None
+
+    @functools.cached_property
+    def leader_began(self) -> asyncio.Event:
+        """Choice 0 has a token: its prefill worker has the prompt in its cache. Made where there is more than one choice."""
+        return asyncio.Event()
+
+    @functools.cached_property
+    def _outbox(self) -> Outbox:
+        """Made for writers that wait."""
+        return Outbox(self._backlog_bytes)
 
     async def tell(self, audience: Audience) -> CallDone:
         """Serve every choice to its end.

@@ -110,28 +110,21 @@ class Exchange:
     nevertheless waits in memory.
     """
 
-    __slots__ = ("_cycle", "_on_gone", "_on_pace", "_protocol", "arrival_s", "write")
+    __slots__ = ("_on_gone", "_on_pace", "_protocol", "arrival_s", "cycle", "write")
+
+    cycle: RequestResponseCycle  # uvicorn's part of it; set before the application runs
 
     def __init__(self, protocol: FrontDoorProtocol, arrival_s: float) -> None:
         self.arrival_s = arrival_s  # monotonic, of the request's head
         self.write = protocol.transport.write
         self._protocol = protocol
-        self._cycle: RequestResponseCycle | None = None
         self._on_gone: Callable[[], object] = _nothing
         self._on_pace: Callable[[], object] = _nothing
-
-    def attach(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
 
     @property
     def gone(self) -> bool:
         """The client has left, or was cut off."""
         return self.cycle.disconnected or self._protocol.transport.is_closing()
-
-    @property
-    def cycle(self) -> RequestResponseCycle:
-        assert self._cycle is not None
-        return self._cycle
 
     @property
     def body_waits(self) -> bool:
@@ -239,7 +232,8 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._all = all_connections
         self._unparsed: list[bytes] = []
         self._exchange: Exchange | None = None  # of the request that is being received
-        self._head_bytes = 0  # of its head, while that is not complete
+        self._head_bytes = 0  # of its head, while that is not complete, without the part that is being parsed
+        self._part_bytes = 0
 
     # -- connection --------------------------------------------------------------------------------------------------
 
@@ -281,12 +275,14 @@ class FrontDoorProtocol(HttpToolsProtocol):
 
     def parse(self) -> None:
         """Called by the intake."""
-        data, num_parts = b"".join(self._unparsed), len(self._unparsed)
-        self._unparsed.clear()
-        if not data or self.transport.is_closing():
+        parts, self._unparsed = self._unparsed, []
+        if not parts or self.transport.is_closing():
             return
-        if num_parts > 1:
+        data = parts[0]
+        if len(parts) > 1:
+            data = b"".join(parts)
             self.flow.resume_reading()
+        self._part_bytes = len(data)
         super().data_received(data)
         if self._exchange is None:
             self._head_bytes += len(data)
@@ -313,14 +309,15 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _HeadTooLarge
+        if self._head_bytes + self._part_bytes > MAX_HEAD_BYTES:  # perhaps the body's
+            self._head_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+            if self._head_bytes > MAX_HEAD_BYTES:
+                raise _HeadTooLarge
         self._all.busy(self)
         exchange = self._exchange = Exchange(self, time.monotonic())
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
         super().on_headers_complete()
-        exchange.attach(self.cycle)
+        exchange.cycle = self.cycle
 
     def on_response_complete(self) -> None:
         """As uvicorn's, without a timer for each request."""

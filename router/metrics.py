@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.slo import Verdict
 from router.admission_metrics import AdmissionMetrics
 from router.fleet import Fleet
-from router.series import Counter, Histogram, Registry
+from router.series import Counter, CounterChild, Histogram, HistogramChild, Registry
 from router.worker_gauges import WorkerGauges
 
 # Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
@@ -48,6 +48,23 @@ class CallRecord:
     num_retries: int
 
 
+@dataclass(frozen=True, slots=True)
+class _ClassSeries:
+    """What is counted of every call of one SLO class, found once."""
+
+    ttft: HistogramChild
+    queue: HistogramChild
+    gap: HistogramChild
+    e2e: HistogramChild
+    itl: HistogramChild
+    prompt: CounterChild
+    output: CounterChild
+    queries: CounterChild
+    hits: CounterChild
+    retries: CounterChild
+    local: CounterChild
+
+
 class RouterMetrics:
     """Counts calls; the lines of its registry are the body of /metrics."""
 
@@ -79,6 +96,7 @@ class RouterMetrics:
             "kv_transfer_exposed_seconds", "End of prefill to Ack: what the handoff adds.", "transport"
         )
         self.registry.add(WorkerGauges(fleet))
+        self._of_class: dict[str, _ClassSeries] = {}
 
     def _histogram(self, name: str, text: str, label: str = "slo_class") -> Histogram:
         return Histogram(f"baton_{name}", text, [label], self.registry, _LATENCY_BUCKETS)
@@ -97,26 +115,40 @@ class RouterMetrics:
 
     def observe(self, record: CallRecord) -> None:
         """Take over everything of one call that was admitted and tokenised."""
-        name = record.slo_class
-        for histogram, value in (
-            (self._ttft, record.ttft_s),
-            (self._queue, record.queue_s),
-            (self._gap, record.handoff_gap_s),
-            (self._e2e, record.call_s if record.finished else None),
-        ):
-            if value is not None:
-                histogram.labels(name).observe(value)
-        itl = self._itl.labels(name)
-        for gaps_s in record.gaps_s:
-            itl.observe_sorted(gaps_s)
-        self._prompt.labels(name).inc(record.prompt_tokens)
-        self._output.labels(name).inc(record.completion_tokens)
-        self._retries.labels(name).inc(record.num_retries)
+        of_class = self._of_class.get(record.slo_class) or self._new_class(record.slo_class)
         if record.ttft_s is not None:
-            self._queries.labels(name).inc(record.prompt_tokens)
-            self._hits.labels(name).inc(record.cached_tokens)
-            self._local.labels(name).inc(record.local)
+            of_class.ttft.observe(record.ttft_s)
+            of_class.queries.inc(record.prompt_tokens)
+            of_class.hits.inc(record.cached_tokens)
+            of_class.local.inc(record.local)
+        if record.queue_s is not None:
+            of_class.queue.observe(record.queue_s)
+        if record.handoff_gap_s is not None:
+            of_class.gap.observe(record.handoff_gap_s)
+        if record.finished:
+            of_class.e2e.observe(record.call_s)
+        for gaps_s in record.gaps_s:
+            of_class.itl.observe_sorted(gaps_s)
+        of_class.prompt.inc(record.prompt_tokens)
+        of_class.output.inc(record.completion_tokens)
+        of_class.retries.inc(record.num_retries)
         for transfer in record.transfers:
             self._kv_bytes.labels(transfer.transport).inc(transfer.nbytes)
             self._kv_seconds.labels(transfer.transport).observe(transfer.transfer_s)
             self._kv_exposed.labels(transfer.transport).observe(transfer.exposed_s)
+
+    def _new_class(self, name: str) -> _ClassSeries:
+        series = self._of_class[name] = _ClassSeries(
+            ttft=self._ttft.labels(name),
+            queue=self._queue.labels(name),
+            gap=self._gap.labels(name),
+            e2e=self._e2e.labels(name),
+            itl=self._itl.labels(name),
+            prompt=self._prompt.labels(name),
+            output=self._output.labels(name),
+            queries=self._queries.labels(name),
+            hits=self._hits.labels(name),
+            retries=self._retries.labels(name),
+            local=self._local.labels(name),
+        )
+        return series
