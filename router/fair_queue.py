@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 from router.tenants import Tenant
 
 AGEING_S = 30.0  # half of the batch class's TTFT target (baton/slo.py): who waits that long can still meet it
+EXACT = 64  # tenants, whose sums take 10 us; a forecast must not cost more than serving
 AGED_SHARE = 1 / 16  # of tokens, for those who have aged: 6 % of its capacity is what a busy band pays at most
 
 
@@ -58,14 +59,15 @@ class _Line(Generic[T]):
     flow: _Flow
     calls: OrderedDict[int, T] = field(default_factory=OrderedDict)  # by id()
     tokens: float = 0.0
-    is_ranked: bool = False  # has an entry in the band's heap
 
 
 @dataclass(slots=True)
 class _Band(Generic[T]):
-    lines: dict[str, _Line[T]] = field(default_factory=dict)
+    lines: dict[str, _Line[T]] = field(default_factory=dict)  # of tenants that wait here
     by_age: OrderedDict[int, T] = field(default_factory=OrderedDict)
-    ranks: list[tuple[float, str]] = field(default_factory=list)  # heap of (served, tenant)
+    ranks: list[tuple[float, str]] = field(
+        default_factory=list
+    )  # heap of (served, tenant); out of date until at the top
     level: float = 0.0  # `served` of whom was served last
     tokens: float = 0.0
 
@@ -76,10 +78,9 @@ class _Band(Generic[T]):
         """Of the tenant that is served next. The band is not empty."""
         while True:
             served, name = self.ranks[0]
-            line = self.lines[name]
-            if not line.calls:
+            line = self.lines.get(name)
+            if line is None:
                 heapq.heappop(self.ranks)
-                line.is_ranked = False
             elif served != line.flow.served:
                 heapq.heapreplace(self.ranks, (line.flow.served, name))
             else:
@@ -114,19 +115,19 @@ class FairQueue(Generic[T]):
         if not band.by_age:
             insort(self._order, call.band)
         flow = self._flow(call.tenant)
-        line = band.lines.setdefault(call.tenant.name, _Line(flow))
         if not flow.num_waiting:
             flow.served = band.lifted(flow, credit)
             self.weight += flow.weight
         flow.num_waiting += 1
         self._num_waiting += 1
+        line = band.lines.get(call.tenant.name)
+        if line is None:
+            line = band.lines[call.tenant.name] = _Line(flow)
+            heapq.heappush(band.ranks, (flow.served, call.tenant.name))
         line.calls[id(call)] = band.by_age[id(call)] = call
         line.tokens += call.tokens
         band.tokens += call.tokens
         self.tokens += call.tokens
-        if not line.is_ranked:
-            line.is_ranked = True
-            heapq.heappush(band.ranks, (flow.served, call.tenant.name))
 
     def remove(self, call: T) -> bool:
         """It waits no more, and was not served. False where it does not wait."""
@@ -142,9 +143,11 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
         if not line.flow.num_waiting:
             self.weight -= line.flow.weight
+        if not line.calls:
+            del band.lines[call.tenant.name]
         if not band.by_age:
             self._order.remove(call.band)
-            band.tokens = line.tokens = 0.0  # rounding errors end here
+            band.tokens = 0.0  # rounding errors end here
         if not self._num_waiting:
             self.tokens = self.weight = 0.0
         return True
@@ -190,7 +193,8 @@ class FairQueue(Generic[T]):
     def ahead(self, tenant: Tenant, priority: int, credit: float = 0.0) -> float:
         """Tokens that will be served before a call of `tenant` that comes now, if nobody else comes.
 
-        Output tokens that tenants will be charged meanwhile, and the aged, are left out.
+        Output tokens that tenants will be charged meanwhile, and the aged, are left out. Beyond EXACT tenants it is a bound:
+        what all of them may take until this one's turn.
         """
         above = sum(self._bands[other].tokens for other in self._order if other > priority)
         band = self._bands.get(priority)
@@ -200,9 +204,11 @@ class FairQueue(Generic[T]):
         line = band.lines.get(tenant.name)
         own = line.tokens if line is not None else 0.0
         level = (flow.served if flow.num_waiting else band.lifted(flow, credit)) + own / flow.weight
+        if len(band.lines) > EXACT:
+            return above + own + min(band.tokens - own, max(0.0, level - band.level) * self.weight)
         others = 0.0
         for other in band.lines.values():
-            if other.tokens and other is not line and other.flow.served < level:
+            if other is not line and other.flow.served < level:
                 others += min(other.tokens, (level - other.flow.served) * other.flow.weight)
         return above + own + others
 
@@ -212,9 +218,7 @@ class FairQueue(Generic[T]):
         if not self._order or self._order[0] > priority:
             return None
         band = self._bands[self._order[0]]
-        line = max(
-            (line for line in band.lines.values() if line.calls), key=lambda line: line.tokens / line.flow.weight
-        )
+        line = max(band.lines.values(), key=lambda line: line.tokens / line.flow.weight)
         if self._order[0] == priority:
             own = band.lines.get(tenant.name)
             if own is not None and own.tokens / own.flow.weight >= line.tokens / line.flow.weight:

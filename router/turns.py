@@ -75,6 +75,16 @@ class Place:
         assert self.turn is not None
         self._turns.began(self, self.turn)
 
+    def tell_worker(self) -> None:
+        """Let the turn know where it went."""
+        assert self.turn is not None
+        self.turn.worker = self.reports[0].prefill_worker
+
+    def charge(self, admission: Admission) -> None:
+        """Let the policy know what it has come to."""
+        assert self.turn is not None
+        admission.charge(self.turn, self.num_output)
+
     def close(self) -> None:
         """It is over, however; may be said again."""
         if not self._is_closed:
@@ -99,6 +109,7 @@ class Turns:
         self._fleet = fleet
         self._metrics = metrics
         self._places: dict[int, Place] = {}  # that arrived, by id() of the turn
+        self._fresh: dict[int, Place] = {}  # of these, without a first token
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         metrics.follow(lambda: len(self.admission.queue), lambda: self.admission.queue.tokens)
@@ -119,7 +130,7 @@ class Turns:
         if shed := self.admission.arrive(turn, now_s):
             raise self._error(turn, shed)
         self.quotas.spend(turn.tenant, turn.prompt_tokens, now_s)
-        self._places[id(turn)] = place
+        self._places[id(turn)] = self._fresh[id(turn)] = place
         if turn.released_s is None:
             place.waits = asyncio.get_running_loop().create_future()
             self._pump()
@@ -128,7 +139,8 @@ class Turns:
 
     def began(self, place: Place, turn: Turn) -> None:
         """See `Place`."""
-        turn.worker = place.reports[0].prefill_worker
+        self._fresh.pop(id(turn), None)
+        place.tell_worker()
         self.admission.began(turn, time.monotonic())
         self._pump()
 
@@ -138,12 +150,13 @@ class Turns:
         turn = place.turn
         if turn is None or self._places.pop(id(turn), None) is None:
             return
+        self._fresh.pop(id(turn), None)
         if place.waits is not None:
             place.waits.cancel()
         now_s, num_output = time.monotonic(), place.num_output
         self.quotas.spend(tenant, num_output, now_s)
         self._metrics.used(tenant, turn.prompt_tokens, num_output)
-        self.admission.charge(turn, num_output)
+        place.charge(self.admission)
         self.admission.leave(turn, now_s)
         self._pump()
 
@@ -172,12 +185,11 @@ class Turns:
         """Tell the policy of the fleet, and of what those inside have come to, where that was not done just now."""
         if now_s < self._next_look_s:
             return
-        for place in self._places.values():
-            assert place.turn is not None
-            if place.turn.began_s is None:
-                place.turn.worker = place.reports[0].prefill_worker
-            elif self.admission.queue:
-                self.admission.charge(place.turn, place.num_output)
+        for place in self._fresh.values():
+            place.tell_worker()
+        if self.admission.queue:  # else nobody compares what was charged
+            for place in self._places.values():
+                place.charge(self.admission)
         self.admission.observe(worker_loads(self._fleet), now_s)
         cost_s = time.monotonic() - now_s
         self._next_look_s = now_s + max(OBSERVE_S, cost_s / OBSERVE_SHARE)
