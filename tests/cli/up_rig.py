@@ -121,7 +121,9 @@ def started_clusters(home: Path) -> Iterator[Callable[..., Up]]:
         started.append(cluster)
         return cluster
 
-    yield start
-    for cluster in started:
-        if cluster.process.poll() is None:
-            cluster.end(signal.SIGTERM)
+    try:
+        yield start
+    finally:
+        for cluster in started:
+            if cluster.process.poll() is None:
+                cluster.end(signal.SIGTERM)
