@@ -31,13 +31,14 @@ from router.admission import MIN_RETRY_AFTER_S, Turn
 from router.call_events import Audience, CallDone, CallEvent, ChoiceSink, Outbox, PieceSink, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
+from router.explain import brief_json
 from router.fleet import Fleet
 from router.handoff import SequenceJob, SequenceReport, Sequences
 from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
-from router.resume import ResumableCalls, Resumed, replay, resumption
 from router.prefix_index import Hashes
+from router.resume import ResumableCalls, Resumed, replay, resumption
 from router.retry_budget import RetryBudget
 from router.slo_watch import SloWatch
 from router.tenants import Tenant
@@ -190,6 +191,11 @@ class Call:
 
     # -- counts ------------------------------------------------------------------------------------------------------
 
+    def explanation(self) -> str:
+        """Why its first answer is made where it is, as JSON on one line; "" where nobody asked, or it has no place yet."""
+        told = self.reports[0].explanation if self.spec.labels.explain else None
+        return brief_json(told) if told is not None else ""
+
     def usage(self) -> Usage:
         """As far as the call has come."""
         return Usage(
@@ -280,6 +286,10 @@ class Calls:
         """Why no call could be served now; "" = one could."""
         return _stopping().message if self._stopping else self._fleet.unready_reason()
 
+    @property
+    def takes_calls(self) -> bool:
+        return not self._stopping
+
     def close_door(self) -> None:
         """Take no more calls."""
         self._stopping = True
@@ -358,7 +368,7 @@ class Calls:
         if self._stopping:
             raise _stopping()
         spec.tenant.check(slo.name, spec.priority or slo.priority)
-        return self._turns.knock(spec.tenant, spec.sampling.n or 1)
+        return self._turns.knock(spec.tenant, spec.sampling.n or 1, slo.name)
 
     async def _start(
         self, spec: CallSpec, slo: SLO, place: Place, arrival_s: float, deadline_s: float, resumed: Resumed | None
