@@ -453,6 +453,17 @@ def at_load(rows: Sequence[TraceRow], load: float, num_prefill: int) -> list[Tra
     return [replace(row, at_s=row.at_s / speed) for row in rows]
 
 
+def repeated(rows: Sequence[TraceRow], times: int) -> list[TraceRow]:
+    """The trace again and again, each time as other conversations: a longer look at the same mix."""
+    length_s = rows[-1].at_s
+    stride = 1 + max(max(row.block_ids, default=0) for row in rows)
+    return [
+        replace(row, at_s=row.at_s + n * length_s, block_ids=tuple(b + n * stride for b in row.block_ids))
+        for n in range(times)
+        for row in rows
+    ]
+
+
 def with_tail(rows: Sequence[TraceRow], share: float, seed: int) -> list[TraceRow]:
     """The short prompts, with as many over 16k tokens mixed in as makes them `share` of all."""
     rng = random.Random(f"{seed}/tail")
@@ -480,6 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7, 0.9])
     parser.add_argument("--routers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="0 = the whole trace")
+    parser.add_argument("--repeat", type=int, default=1, help="the trace so many times, each as other conversations")
     parser.add_argument("--local-prefill-tokens", type=int, default=AUTO_LOCAL_TOKENS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -488,7 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TraceError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = rows[: options.requests or None]
+    rows = repeated(rows[: options.requests or None], options.repeat)
     fleet = Fleet(num_routers=options.routers, local_prefill_tokens=options.local_prefill_tokens)
     for load in options.load:
         sim = Sim(fleet, options.seed)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 
 from baton.errors import BatonError, InvalidRequest
 from router.http_protocol import Exchange
-from router.labels import REQUEST_ID
+from router.labels import EXPLAIN, REQUEST_ID
 
 # A client that is still sending cannot read our refusal: take in what it sends, but not for ever. Several times the largest
 # body a well-meaning client sends, at loopback speed.
@@ -138,6 +138,11 @@ def _too_large(size: str, limit: int) -> InvalidRequest:
 
 def _json_fields(body: bytes) -> bytes:
     return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+
+
+def explanation_field(text: str) -> bytes:
+    """The header line that says why an answer was made where it was; nothing where nobody asked."""
+    return b"%b: %b\r\n" % (EXPLAIN.encode(), text.encode("ascii")) if text else b""
 
 
 def request_id_field(request_id: str) -> bytes:

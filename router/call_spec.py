@@ -63,6 +63,7 @@ class CallLabels:
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     timeout_s: float | None = None
+    explain: bool = False  # say with the answer why it was made where it was
 
 
 @dataclass(frozen=True, slots=True)

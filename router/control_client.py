@@ -9,8 +9,9 @@ loop only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 import grpc.aio
@@ -18,6 +19,7 @@ import grpc.aio
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
 from baton.v1 import control_pb2, control_pb2_grpc
+from router.explain import told_json
 from router.fleet import Fleet
 from router.session import CHANNEL_OPTIONS
 from router.slo_watch import SloWatch
@@ -43,6 +45,8 @@ class ControlClient:
         self._fleet = fleet
         self._slo_watch = slo_watch
         self._num_inflight = num_inflight
+        self._asked: set[str] = set()  # request ids that the controller wants explained
+        self._hurry = asyncio.Event()  # the next report is awaited
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -63,6 +67,7 @@ class ControlClient:
                         told = False
                         self._fleet.apply(state.workers)
                         self._slo_watch.apply(state.slo)
+                        self._ask(state.explain)
             except grpc.aio.AioRpcError as error:
                 if not told:
                     log.warning("controller_away", reason=error.details() or error.code().name)
@@ -79,7 +84,21 @@ class ControlClient:
                     await stub.Report(self._current(), timeout=CALL_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     log.debug("report_failed", reason=error.details() or error.code().name)
-                await asyncio.sleep(REPORT_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), REPORT_S)
+                self._hurry.clear()
+
+    def _ask(self, request_ids: Iterable[str]) -> None:
+        """Report at once what is known of these requests."""
+        self._asked.update(request_ids)
+        if self._asked:
+            self._hurry.set()
+
+    def _explained(self) -> list[control_pb2.Explained]:
+        asked, self._asked = self._asked, set()
+        return [
+            control_pb2.Explained(request_id=name, json=told_json(self._fleet.explanations.get(name))) for name in asked
+        ]
 
     def _current(self) -> control_pb2.RouterReport:
         return control_pb2.RouterReport(
@@ -99,4 +118,5 @@ class ControlClient:
             ],
             num_inflight=self._num_inflight(),
             pid=os.getpid(),
+            explained=self._explained(),
         )

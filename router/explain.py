@@ -11,6 +11,7 @@ somebody asks. No prompt and no token is part of it. Pure.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -55,6 +56,20 @@ class Explanation:
     links: npt.NDArray[np.int8]  # [candidates, candidates]
     has_partner: npt.NDArray[np.bool_]  # [paired, proved; candidates]
     left_out: Mapping[str, int]
+    is_needed: npt.NDArray[np.bool_]  # [candidates]: the choice hangs on it; the others show what it was better than
+
+    def briefly(self) -> Explanation:
+        """With none but the candidates that are needed."""
+        keep = np.flatnonzero(self.is_needed)
+        return replace(
+            self,
+            facts=[self.facts[number] for number in keep.tolist()],
+            numbers=self.numbers[:, keep],
+            forecasts=self.forecasts[:, keep],
+            links=self.links[np.ix_(keep, keep)],
+            has_partner=self.has_partner[:, keep],
+            is_needed=self.is_needed[keep],
+        )
 
     def candidates(self) -> list[WorkerSnapshot]:
         """With links among themselves."""
@@ -100,7 +115,8 @@ def explain(
 ) -> Explanation:
     """Keep what `found` was made from; beside what it hangs on `num_best` of each measure."""
     workers, forecasts, topology = outlook.workers, outlook.forecasts, outlook.workers.topology()
-    rows = _candidate_rows(outlook, found, rules, num_best)
+    needed = _needed_rows(outlook, found, rules)
+    rows = np.array(sorted(needed | _best_rows(outlook, num_best)), np.intp)
     ttft_s = forecasts.ttft_s[rows]
     if outlook.pulled_s is not None:
         ttft_s = np.minimum(ttft_s, outlook.pulled_s[rows])
@@ -116,30 +132,34 @@ def explain(
         links=workers.links[np.ix_(rows, rows)],
         has_partner=np.stack((topology.paired[rows], topology.proved[rows])),
         left_out=_left_out(outlook, rules, len(rows)),
+        is_needed=np.array([row in needed for row in rows.tolist()]),
     )
 
 
-def _candidate_rows(outlook: Outlook, found: Choice | NoPlace, rules: Rules, num_best: int) -> npt.NDArray[np.intp]:
-    workers = outlook.workers
-    rows = set(outlook.seen)
+def _needed_rows(outlook: Outlook, found: Choice | NoPlace, rules: Rules) -> set[int]:
+    """Without which the choice might be another one."""
+    workers, rows = outlook.workers, set(outlook.seen)
     if outlook.holder is not None:
         rows.add(outlook.holder)
-    if isinstance(found, Choice) and found.shape != "alone":
-        named = (workers.row_of.get(name) for name in (rules.prefer, outlook.demand.home))
-        rows.update(row for row in named if row is not None)
-        rows.update(_best_rows(outlook.prefill_cost, num_best), _best_rows(outlook.decode_cost, num_best))
-    elif isinstance(found, Choice):  # beside some of the prefill workers that refuse it
+    if isinstance(found, NoPlace):
+        rows.update([row for row, fact in enumerate(workers.facts) if fact is not None][: 2 * NUM_BEST])
+    elif found.shape == "alone":  # beside some of the prefill workers that refuse it
         rows.update(np.flatnonzero(workers.topology().prefill)[:NUM_BEST].tolist())
     else:
-        rows.update([row for row, fact in enumerate(workers.facts) if fact is not None][: 2 * NUM_BEST])
-    return np.array(sorted(rows), np.intp)
+        named = (workers.row_of.get(name) for name in (rules.prefer, outlook.demand.home))
+        rows.update(row for row in named if row is not None)
+    return rows
 
 
-def _best_rows(cost: Floats, num_rows: int) -> list[int]:
-    cost, rows = cost.copy(), list[int]()
-    while len(rows) < num_rows and cost[row := int(cost.argmin())] < np.inf:
-        rows.append(row)
-        cost[row] = np.inf
+def _best_rows(outlook: Outlook, num_rows: int) -> set[int]:
+    """The first of each measure."""
+    rows = set[int]()
+    for cost in (outlook.prefill_cost.copy(), outlook.decode_cost.copy()):
+        for _ in range(num_rows):
+            row = int(cost.argmin())
+            if cost[row] < np.inf:
+                rows.add(row)
+                cost[row] = np.inf
     return rows
 
 
@@ -238,6 +258,16 @@ def _worker(told: Mapping[str, Any]) -> WorkerSnapshot:
     known["root"] = PrefixRoot(**known["root"]) if known["root"] else None
     known["links"] = {peer: LinkView(**link) for peer, link in known["links"].items()}
     return WorkerSnapshot(**known)
+
+
+def told_json(explanations: Sequence[Explanation]) -> str:
+    """As JSON text, oldest first; "" where there is none."""
+    return json.dumps([explanation.to_json() for explanation in explanations]) if explanations else ""
+
+
+def brief_json(explanation: Explanation) -> str:
+    """As JSON on one line, short enough for a header."""
+    return json.dumps(explanation.briefly().to_json(), separators=(",", ":"))
 
 
 # -- kept --------------------------------------------------------------------------------------------------------------

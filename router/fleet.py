@@ -21,7 +21,7 @@ from baton.errors import Unavailable
 from baton.log import get_log
 from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
-from router.explain import Explanations, Rules, explain
+from router.explain import Explanation, Explanations, Rules, explain
 from router.flow_back import Plan, plan
 from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
@@ -257,6 +257,7 @@ class Placed:
     decode: Endpoint
     plan: Plan
     holder: Endpoint | None  # whom to pull from
+    explanation: Explanation
 
 
 class Fleet:
@@ -519,12 +520,13 @@ class Fleet:
         outlook = self._look(demand, avoid)
         found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
         made = plan(found, outlook) if isinstance(found, Choice) else None
+        told = explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer))
         if demand.request_id:
-            self.explanations.add(explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer)))
+            self.explanations.add(told)
         if isinstance(found, NoPlace):
             return found
         assert made is not None
-        return self._take(found, made, demand)
+        return self._take(found, made, demand, told)
 
     def forecast(self, demand: Demand) -> Choice | NoPlace:
         """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""
@@ -552,7 +554,7 @@ class Fleet:
         np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
         return look(self.table, demand, avoid)
 
-    def _take(self, choice: Choice, plan: Plan, demand: Demand) -> Placed:
+    def _take(self, choice: Choice, plan: Plan, demand: Demand, told: Explanation) -> Placed:
         prefill, decode = self._by_row[choice.prefill_row], self._by_row[choice.decode_row]
         holder = self._by_row[self.table.row_of[plan.pull.worker_id]] if plan.pull is not None else None
         if plan.forgone:
@@ -565,7 +567,7 @@ class Fleet:
             self._homes.move_to_end(demand.session_id)
             if len(self._homes) > MAX_SESSIONS:
                 self._homes.popitem(last=False)
-        return Placed(prefill, decode, plan, holder)
+        return Placed(prefill, decode, plan, holder, told)
 
     def _hopeless(self) -> bool:
         found = self._find_any()

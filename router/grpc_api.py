@@ -33,6 +33,7 @@ from router.gather import Gatherer
 from router.grpc_calls import CallMessage, open_call
 from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
 from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk
+from router.labels import EXPLAIN
 from router.tenants import Tenant
 from router.validate import MAX_TIMEOUT_S
 
@@ -90,6 +91,8 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
                     await self._stream_gathered(call, context, request.max_flush_ms / 1e3)
                 else:
                     await self._stream(call, context)
+                if told := call.explanation():
+                    context.set_trailing_metadata(((EXPLAIN, told),))
         except ClientStuck as error:
             await context.abort(status_code(error), status_message(error))
         except BatonError as error:

@@ -52,6 +52,7 @@ from router.events import (
     TimeIsUp,
     WorkerGone,
 )
+from router.explain import Explanation
 from router.fleet import Endpoint, Fleet, Placed
 from router.holds import Hold
 from router.placement import Demand, NoPlace
@@ -113,6 +114,7 @@ class SequenceReport:
     gaps_s: list[float] = field(default_factory=list)  # between consecutive tokens, as they arrived here
     prefill_worker: str = ""
     decode_worker: str = ""
+    explanation: Explanation | None = None  # of the last attempt's place
     fingerprint: str = ""  # of what the workers compute: weights, tokenizer, numerics
     stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled first
     handed_off: bool = False  # decode has acknowledged the KV
@@ -259,7 +261,7 @@ class Attempt:
     ) -> None:
         self._request = request
         self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
-        self._plan = placed.plan
+        self._plan, self._explanation = placed.plan, placed.explanation
         self._local = placed.plan.choice.local
         self._fleet = fleet
         self.demand = demand
@@ -312,6 +314,7 @@ class Attempt:
         if not report.num_tokens:
             report.submitted_s = now_s
         report.prefill_worker, report.decode_worker = self._prefill.worker_id, self._decode.worker_id
+        report.explanation = self._explanation
         self._prefill.session.submit(
             self._request,
             None if self._local else self._decode.session.peer(),

@@ -13,6 +13,7 @@ SLO_CLASS = "x-slo-class"
 SLO_TTFT_MS = "x-slo-ttft-ms"
 SLO_TPOT_MS = "x-slo-tpot-ms"
 TIMEOUT_MS = "x-request-timeout-ms"
+EXPLAIN = "x-baton-explain"  # 1: the answer says why it was made where it was
 
 
 def labels_from(headers: Mapping[str, str], own: CallLabels | None = None) -> CallLabels:
@@ -30,6 +31,7 @@ def labels_from(headers: Mapping[str, str], own: CallLabels | None = None) -> Ca
         slo_ttft_ms=_first(own.slo_ttft_ms, _number(headers, SLO_TTFT_MS)),
         slo_tpot_ms=_first(own.slo_tpot_ms, _number(headers, SLO_TPOT_MS)),
         timeout_s=_first(own.timeout_s, None if timeout_ms is None else timeout_ms / 1e3),
+        explain=own.explain or headers.get(EXPLAIN) == "1",
     )
 
 

@@ -30,6 +30,7 @@ from baton.log import get_log
 from baton.model_spec import ModelSpec
 from router.asgi import (
     error_body,
+    explanation_field,
     headers,
     parse_json,
     read_body,
@@ -171,12 +172,14 @@ class GenerationApi:
             reply = reply_kind(self._wording(call, bool(body.return_token_ids)), self._calls.table)
             if body.stream:
                 uniform = spec.sampling.logprobs is None and not body.return_token_ids
-                stream = SseStream(exchange, call.request_id, reply, self._calls.table, self._backlog_bytes, uniform)
+                stream = SseStream(
+                    exchange, call.request_id, reply, self._calls.table, self._backlog_bytes, uniform, call.explanation
+                )
                 await _stream(stream, call, body.include_usage)
             else:
                 whole = Whole()
                 done = await call.tell(whole)
-                fields = request_id_field(call.request_id)
+                fields = request_id_field(call.request_id) + explanation_field(call.explanation())
                 send_json(exchange, 200, reply.whole(whole.pieces, whole.ends, done), fields)
 
     def _wording(self, call: Call, token_ids: bool) -> Wording:

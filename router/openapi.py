@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from baton.timings import Timings
-from router.labels import REQUEST_ID, SESSION_ID, SLO_CLASS, SLO_TPOT_MS, SLO_TTFT_MS, TIMEOUT_MS
+from router.labels import EXPLAIN, REQUEST_ID, SESSION_ID, SLO_CLASS, SLO_TPOT_MS, SLO_TTFT_MS, TIMEOUT_MS
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.service_tiers import Tier
 from router.validate import (
@@ -337,6 +337,7 @@ def _ref(name: str) -> Schema:
 
 _HEADERS: Mapping[str, Schema] = {
     REQUEST_ID: {"type": "string", **_LABEL},
+    EXPLAIN: {"type": "string", "description": "1: the answer's header of this name says why it was made where it was"},
     SESSION_ID: {"type": "string", **_LABEL},
     SLO_CLASS: {"type": "string"},
     SLO_TTFT_MS: {"type": "number", **_interval(TARGET_MS)},

@@ -19,7 +19,7 @@ import orjson
 
 from baton.errors import BatonError
 from baton.request import FinishReason, Logprobs
-from router.asgi import error_body, request_id_field
+from router.asgi import error_body, explanation_field, request_id_field
 from router.call_events import CallDone, ChoiceFinished, Piece, Pieces, PieceSink, Queued, Taken, memory_bytes, merged
 from router.detokenizer import TextStream, TokenTable, json_inside
 from router.http_protocol import Exchange
@@ -48,13 +48,16 @@ class SseStream:
         table: TokenTable,
         max_backlog_bytes: int,
         uniform: bool,
+        explanation: Callable[[], str] = str,
     ) -> None:
+        """`explanation`: of where the answer is made, once that is known; "" = nobody asked."""
         self.begun = False
         self.reply = reply
         self.table = table
         self.uniform = uniform and exchange.chunked  # so that they can be put together instead of made
         self.exchange = exchange
         self._request_id = request_id
+        self._explanation = explanation
         self._choices: list[SseChoice] = []
         self._num_open = 0  # of them
         self._backlog: list[Queued] = []
@@ -132,6 +135,7 @@ class SseStream:
         return (
             HEAD
             + request_id_field(self._request_id)
+            + explanation_field(self._explanation())
             + (b"transfer-encoding: chunked\r\n" if self.exchange.chunked else b"")
         )
 

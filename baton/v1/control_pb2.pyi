@@ -204,21 +204,27 @@ class ControlState(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     FLEET_VERSION_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     fleet_version: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRecord]: ...
     @_builtins.property
     def slo(self) -> Global___SloSet: ...
+    @_builtins.property
+    def explain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """request ids that somebody asks about; answered at once, in a report"""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerRecord] | None = ...,
         slo: Global___SloSet | None = ...,
         fleet_version: _builtins.int = ...,
+        explain: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet_version", b"fleet_version", "slo", b"slo", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet_version", b"fleet_version", "slo", b"slo", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,6 +316,7 @@ class RouterReport(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_INFLIGHT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    EXPLAINED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     slo_version: _builtins.int
     """in force at this router"""
@@ -319,6 +326,8 @@ class RouterReport(_message.Message):
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassVerdicts]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]: ...
+    @_builtins.property
+    def explained(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explained]: ...
     def __init__(
         self,
         *,
@@ -328,14 +337,39 @@ class RouterReport(_message.Message):
         workers: _abc.Iterable[Global___WorkerView] | None = ...,
         num_inflight: _builtins.int = ...,
         pid: _builtins.int = ...,
+        explained: _abc.Iterable[Global___Explained] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_inflight", b"num_inflight", "pid", b"pid", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explained", b"explained", "num_inflight", b"num_inflight", "pid", b"pid", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterReport: _TypeAlias = RouterReport  # noqa: Y015
+
+@_typing.final
+class Explained(_message.Message):
+    """Why a request's sequences went where they went: JSON of router/explain.py; empty where this router does not know the id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    json: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explained: _TypeAlias = Explained  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):

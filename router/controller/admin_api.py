@@ -3,9 +3,9 @@
     viewer      GET
     operator    GET and everything that changes something
 
-The routes are in admin_slo.py and admin_workers.py, the tokens in admin_access.py. 422 when a value is beyond its limit (the
-body names field and limit), 400 for what is not JSON. Every error body is {"error": {"code", "message", "field"}}. Runs on the
-controller's event loop.
+The routes are in admin_slo.py, admin_workers.py and admin_requests.py, the tokens in admin_access.py. 422 when a value is
+beyond its limit (the body names field and limit), 400 for what is not JSON. Every error body is {"error": {"code", "message",
+"field"}}. Runs on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from baton.config import ClusterConfig
 from baton.errors import BatonError
 from router.controller.admin_access import Doors, Refusal, Token
+from router.controller.admin_requests import request_routes
 from router.controller.admin_slo import slo_routes, stale
 from router.controller.admin_workers import worker_routes
 from router.controller.controller import Controller
@@ -35,6 +36,7 @@ def make_app(controller: Controller, cluster: ClusterConfig, tokens: Iterable[To
     app.include_router(_health(controller))
     app.include_router(slo_routes(controller, doors))
     app.include_router(worker_routes(controller, cluster, doors))
+    app.include_router(request_routes(controller, doors))
     _answer_errors(app)
     return app
 

@@ -23,6 +23,7 @@ from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
 from router.controller.fleet_state import Announcement, Fleet, Member
 from router.controller.fleet_store import FleetStore, SavedFleet
+from router.controller.questions import Answer, Questions
 from router.controller.slo_store import Revision, SLOStore
 from router.events import Inbox, SequenceEvent, SequenceRefused
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -57,6 +58,7 @@ class Controller:
         self._reports: dict[str, HeardReport] = {}
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
+        self.questions = Questions()
         self._saving = asyncio.create_task(self._save_changes(fleets), name="save fleet") if fleets else None
         for member in saved.members:
             if member.address:
@@ -211,6 +213,15 @@ class Controller:
         if len(self._reports) > _MAX_REPORTS:
             oldest = self._reports.pop(next(iter(self._reports)))
             _add_verdicts(self._retired, oldest.report.verdicts)
+        self.questions.answer(report.router_id, report.explained)
+
+    async def explain(self, request_id: str) -> list[Answer]:
+        """Ask every router that lives why a request went where it went; those that know it have answered."""
+        routers = {report.router_id for report in self.fresh_reports()}
+        with self.questions.asked(request_id, routers) as question:
+            self._wake()
+            await question.wait()
+        return question.answers
 
     def reports(self) -> list[HeardReport]:
         """The last one of each router, the freshest last."""
@@ -234,6 +245,7 @@ class Controller:
             workers=[_record_pb(member) for member in self.fleet.members()],
             slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.classes]),
             fleet_version=self.fleet.version,
+            explain=self.questions.open_ids,
         )
 
     async def _save_changes(self, fleets: FleetStore) -> None:
