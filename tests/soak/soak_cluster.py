@@ -131,6 +131,7 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
             control_address=f"127.0.0.1:{self._control_port}",
             request_timeout_s=CALL_TIMEOUT_S,
             unavailable_wait_s=CALL_TIMEOUT_S / 3,
+            shed_by_forecast=False,  # every call is to end, however long it takes here
             model=ModelConfig(path=str(self._model_dir)),
             log_level="warning",
         )
