@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.child import ChildError
+from bench.kv_plan import Spread, spread
 from bench.measure import Percentiles, percentiles
 from bench.router_bench_figures import (
     Cost,
@@ -49,6 +50,7 @@ class Effort:
 
     num_calls: int  # for added latency
     window_s: float
+    rounds: int  # of the windows that tell costs
     streams: tuple[int, int]  # of the two windows that tell a token's cost
     request_rates: tuple[float, float]  # of those that tell a request's, per second
     speed_streams: int
@@ -60,8 +62,8 @@ class Effort:
 
 
 PARTS = ("added", "cpu", "speed", "gap", "start", "grpc")
-FULL = Effort(2_000, 8.0, (200, 1_000), (50, 250), 1_500, 1_500, 20.0, 100, 1_500, (50, 200))
-QUICK = Effort(300, 2.0, (50, 200), (25, 75), 200, 200, 3.0, 20, 200, (20, 80))
+FULL = Effort(2_000, 5.0, 3, (200, 1_000), (50, 250), 1_500, 1_500, 20.0, 100, 1_500, (50, 200))
+QUICK = Effort(300, 2.0, 1, (50, 200), (25, 75), 200, 200, 3.0, 20, 200, (20, 80))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,25 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuRound:
+    """Four windows, and what follows from them."""
+
+    few_streams: Window
+    many_streams: Window
+    few_requests: Window
+    many_requests: Window
+
+    @property
+    def cost(self) -> Cost:
+        """Raises: NoFigure: the windows hardly differ."""
+        return cost((self.few_streams, self.many_streams), (self.few_requests, self.many_requests))
+
+
+@dataclass(frozen=True, slots=True)
 class CpuFigures:
-    cost: Cost
-    windows: tuple[Window, Window, Window, Window]  # few and many streams, few and many requests
+    us_per_token: Spread  # over rounds
+    us_per_request: Spread
+    rounds: tuple[CpuRound, ...]
 
 
 @dataclass(slots=True)
@@ -210,9 +228,17 @@ def answer_of(connection: http.client.HTTPConnection, chat: Exchange) -> bytes:
 
 
 def measure_cpu(target: Target, effort: Effort) -> CpuFigures:
+    rounds = tuple(cpu_round(target, effort) for _ in range(effort.rounds))
+    costs = [each.cost for each in rounds]
+    return CpuFigures(
+        spread([each.us_per_token for each in costs]), spread([each.us_per_request for each in costs]), rounds
+    )
+
+
+def cpu_round(target: Target, effort: Effort) -> CpuRound:
     few, many = (window_of_streams(target, streams, effort) for streams in effort.streams)
     rare, often = (window_of_requests(target, rate, effort) for rate in effort.request_rates)
-    return CpuFigures(cost((few, many), (rare, often)), (few, many, rare, often))
+    return CpuRound(few, many, rare, often)
 
 
 def measure_speed(target: Target, effort: Effort) -> Window:

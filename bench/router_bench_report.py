@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from bench.kv_plan import Spread
 from bench.report import this_machine
 from bench.router_bench_cases import Figures
 from bench.router_bench_figures import Window
@@ -68,11 +69,10 @@ def lines(figures: Figures) -> Iterator[str]:
             f"direct {added.direct_ms.p50:.2f}/{added.direct_ms.p99:.2f}, n = {added.n})"
         )
     if (cpu := figures.cpu) is not None:
-        yield f"CPU {cpu.cost.us_per_token:.1f} us per token, {cpu.cost.us_per_request:.0f} us per request"
-        for title, part in zip(
-            ("few streams", "many streams", "few requests", "many requests"), cpu.windows, strict=True
-        ):
-            yield f"  {title}: {describe(part)}"
+        yield f"CPU {ranged(cpu.us_per_token)} us per token, {ranged(cpu.us_per_request)} us per request, n = {len(cpu.rounds)}"
+        last = cpu.rounds[-1]
+        yield f"  few streams: {describe(last.few_streams)}; many: {describe(last.many_streams)}"
+        yield f"  few requests: {describe(last.few_requests)}; many: {describe(last.many_requests)}"
     if (speed := figures.speed) is not None:
         yield f"speed: {describe(speed)}"
     if (gaps := figures.gaps) is not None:
@@ -87,6 +87,11 @@ def lines(figures: Figures) -> Iterator[str]:
             f"{start.starting} streams start at once: the {start.running} running ones stall {start.stall_ms:.1f} ms (before: "
             f"{start.before_ms:.1f}); {start.started} had a first token, the last after {start.last_first_token_s:.2f} s"
         )
+
+
+def ranged(values: Spread) -> str:
+    alone = f"{values.median:.1f}"
+    return alone if values.n == 1 else f"{alone} ({values.min:.1f}-{values.max:.1f})"
 
 
 def describe(part: Window) -> str:
@@ -120,15 +125,15 @@ def figures_document(figures: Figures) -> dict[str, object]:
     added, cpu, gaps, start, speed = figures.added, figures.cpu, figures.gaps, figures.start, figures.speed
     return {
         "added_ms": asdict(added) if added else None,
-        "cpu_us_per_token": cpu.cost.us_per_token if cpu else None,
-        "cpu_us_per_request": cpu.cost.us_per_request if cpu else None,
+        "cpu_us_per_token": cpu.us_per_token.median if cpu else None,
+        "cpu_us_per_request": cpu.us_per_request.median if cpu else None,
         "tokens_per_s": speed.tokens_per_s if speed else None,
         "gap_ms_p99": gaps.added_ms.p99 if gaps else None,
         "stall_ms_at_start": start.stall_ms if start else None,
         "idle_cpu_share": figures.idle_share,
         "memory_bytes": figures.memory_bytes,
         "missing": figures.missing,
-        "windows": [asdict(part) for part in cpu.windows] if cpu else [],
+        "cpu": asdict(cpu) if cpu else None,
         "gaps": asdict(gaps) if gaps else None,
         "start": asdict(start) if start else None,
         "speed": asdict(speed) if speed else None,

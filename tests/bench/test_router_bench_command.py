@@ -17,7 +17,7 @@ from bench.router_bench_report import Report, RouterRun, print_report, to_docume
 from bench.router_bench_rig import Features
 from tests.tiny_models import make_tiny_model
 
-TINY = Effort(10, 0.3, (2, 8), (10, 40), 8, 8, 0.5, 2, 8, (2, 4))
+TINY = Effort(10, 0.3, 1, (2, 8), (10, 40), 8, 8, 0.5, 2, 8, (2, 4))
 FIGURES = ("added_ms", "cpu_us_per_token", "cpu_us_per_request", "tokens_per_s", "gap_ms_p99")
 
 
