@@ -4,14 +4,15 @@
 computes it; `commit` applies what came out. Between the two nothing else may be called.
 
 A step, in this order, within max_num_batched_tokens:
-  1. decodes of the first max_num_seqs running sequences by (priority, arrival), one token each. A missing block is taken
-     from the running sequence last in that order, perhaps the asker itself: it goes back to the front of its priority's
-     queue and is recomputed later. Prefill-only sequences own all their blocks from the start and are never preempted.
+  1. decodes of running sequences by (priority, arrival), one token each. A missing block is taken
+     from the running sequence last in that order, perhaps the asker itself: it goes back to the queue, half a level of
+     priority up, and is recomputed later. Prefill-only sequences own all their blocks from the start and are never preempted.
   2. prefill chunks of running sequences, at most chunk_tokens each.
   3. starts: the sequence first in the queue is admitted, or the first reservation granted, whichever comes first by
-     (priority, arrival). Blocks for all its tokens are set aside at once. Where they are not there, nobody overtakes: so
-     nobody starves. Where only a seat or budget is missing, reservations may pass, but never a preempted sequence of their
-     own or a higher priority. Among themselves reservations are first come, first served, whatever their priority.
+     priority and age (baton/priority.py): a higher priority delays a lower one for a bounded time only. It takes one of
+     max_num_seqs seats and blocks for all its tokens, so what is adopted later runs at once. Where blocks are not there, nobody
+     overtakes: so nobody starves. Where only budget is missing, reservations may pass, but never a preempted sequence that
+     is before them in that order. Among themselves reservations are first come, first served, whatever their priority.
 
 Watermark: a start must leave one available block for each sequence that decodes here or will (running ones and granted
 reservations), so that it is not paid for with an immediate preemption. With nothing running the watermark is 0, so
@@ -157,10 +158,10 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Plan:
         plan = Plan()
-        seated = self._running[: self._config.max_num_seqs]
+        running = list(self._running)  # preemption takes from it
         budget = self._config.max_num_batched_tokens
-        budget = self._decode(seated, plan, budget)
-        budget = self._prefill(seated, plan, budget)
+        budget = self._decode(running, plan, budget)
+        budget = self._prefill(running, plan, budget)
         self._start(plan, budget, now_s)
         return plan
 
@@ -200,8 +201,8 @@ class Scheduler:
 
     # schedule: decodes, prefills, starts
 
-    def _decode(self, seated: Seq[Sequence], plan: Plan, budget: int) -> int:
-        for sequence in seated:
+    def _decode(self, running: Seq[Sequence], plan: Plan, budget: int) -> int:
+        for sequence in running:
             if budget == 0:
                 break
             if sequence.num_left == 1 and self._can_grow(sequence, plan):
@@ -209,8 +210,8 @@ class Scheduler:
                 budget -= 1
         return budget
 
-    def _prefill(self, seated: Seq[Sequence], plan: Plan, budget: int) -> int:
-        for sequence in seated:
+    def _prefill(self, running: Seq[Sequence], plan: Plan, budget: int) -> int:
+        for sequence in running:
             if budget == 0:
                 break
             if sequence.state is SeqState.RUNNING and sequence.num_left > 1:
@@ -252,9 +253,9 @@ class Scheduler:
 
     def _startable(self, budget: int) -> Sequence | None:
         """The one sequence or reservation that may start now."""
-        has_seat = budget > 0 and len(self._running) < self._config.max_num_seqs
-        heads = self._waiting[:1] if has_seat else []
-        if self._queued and not self._waits_for_preempted(self._queued[0]):
+        has_seat = len(self._running) + len(self._in_state[SeqState.RESERVED]) < self._config.max_num_seqs
+        heads = self._waiting[:1] if has_seat and budget > 0 else []
+        if has_seat and self._queued and not self._waits_for_preempted(self._queued[0]):
             heads = [*heads, self._queued[0]]
         head = min(heads, key=_order, default=None)
         return head if head is not None and self._fits(head) else None

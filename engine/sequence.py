@@ -19,6 +19,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.hashing import BlockHash
+from baton.priority import rank_s
 from baton.request import FinishReason, Request
 from engine.ports import SequenceStats
 
@@ -99,9 +100,14 @@ class Sequence:
         return self.state is SeqState.WAITING and self.num_preemptions > 0
 
     @property
-    def order(self) -> tuple[int, bool, int]:
-        """Smaller starts first, runs first and is preempted last: by priority, then preempted ones, then by arrival."""
-        return (-self.request.priority, not self.is_preempted, self.arrival)
+    def order(self) -> tuple[float, int]:
+        """Smaller starts first, and of running ones runs first and is preempted last.
+
+        Those that wait go by priority and age, a preempted one as if it were half a level higher; those that run by priority.
+        """
+        if self.state is SeqState.RUNNING:
+            return -self.request.priority, self.arrival
+        return rank_s(self.request.priority + 0.5 * self.is_preempted, self.arrival_s), self.arrival
 
     def append(self, token: int) -> int:
         """Add one output token and return its output index."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from baton.priority import rank_s
+
 # Granted prompt tokens kept ready, in step budgets: one being computed, one ready behind it, so that the engine never
 # waits for a Grant (a link round trip is well under one step).
 LOOKAHEAD_STEPS = 2
@@ -30,9 +32,9 @@ class Queued:
     arrival_s: float
 
     @property
-    def order(self) -> tuple[int, float, int]:
-        """Highest priority first, first come first within one."""
-        return -self.priority, self.arrival_s, self.seq
+    def order(self) -> tuple[float, int]:
+        """By priority and age (baton/priority.py), first come first within one priority."""
+        return rank_s(self.priority, self.arrival_s), self.seq
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,22 +294,6 @@ def test_no_reservation_takes_memory_that_a_preempted_sequence_waits_for() -> No
     assert list(rig.reserved) == [3, 4]
 
 
-def test_a_preempted_sequence_without_a_seat_keeps_reservations_out_of_its_memory_too() -> None:
-    loop = Loop(num_blocks=16, max_num_seqs=2)
-    for seq, num_tokens in ((1, 30), (2, 30), (3, 90)):
-        loop.scheduler.reserve(make_request(seq, num_tokens, 200), 0.0)
-    assert [reservation.seq for reservation in loop.step().reserved] == [1, 2, 3]
-    for seq in (1, 2, 3):
-        loop.scheduler.adopt(seq, 0)
-    while not (plan := loop.step()).preempted:
-        pass
-    assert plan.preempted == [3]
-    loop.scheduler.reserve(make_request(4, 8), 0.0)
-    assert loop.step().reserved == []
-    loop.scheduler.drop(3)
-    assert [reservation.seq for reservation in loop.step().reserved] == [4]
-
-
 def test_a_reservation_of_a_higher_priority_does_not_wait_for_preempted_lower_ones() -> None:
     rig = Rig(num_blocks=12)
     for seq in (1, 2):
@@ -407,24 +391,6 @@ def test_kv_that_arrived_stays_useful_when_its_call_is_dropped_before_it_runs() 
     rig.engine.add(make_request(2, request.token_ids), 0.0)
     rig.run()
     assert rig.ended[2].stats.num_cached_tokens == 96
-
-
-def test_adopted_sequences_beyond_the_seats_wait_with_their_blocks_and_can_be_dropped() -> None:
-    requests = [make_request(seq, 40, max_tokens=10) for seq in (1, 2, 3)]
-    rig = Rig(config=EngineConfig(max_num_seqs=1))
-    for request in requests:
-        rig.engine.reserve(request, 0.0)
-    rig.run()
-    for request in requests:
-        adopt_by_copy(rig, request.seq, request.token_ids, expected(request)[0][0])
-    rig.step()
-    assert list(rig.tokens) == [1]
-    rig.engine.drop(2)
-    rig.run()
-    assert list(rig.tokens) == [1, 3]
-    for seq in (1, 3):
-        assert rig.output(seq) == expected(requests[seq - 1])[0][1:]
-    assert rig.is_idle()
 
 
 def test_adopted_sequences_that_are_preempted_recompute_here_and_end_exactly() -> None:
