@@ -71,7 +71,7 @@ class Health:
         self.pace = Pace()
         self._on_open = on_open
         self._is_up = True
-        self._is_open = False
+        self.is_open = False  # or half open
         self._until_s = 0.0  # of the backoff
         self._closed_s = 0.0
         self._num_openings = 0  # since it was last forgiven
@@ -86,8 +86,8 @@ class Health:
     def succeeded(self, now_s: float) -> None:
         """The worker did its part of a sequence, whatever became of the rest."""
         self._failed.append(False)
-        if self._is_open and now_s >= self._until_s:
-            self._is_open, self.ejected, self._closed_s = False, False, now_s
+        if self.is_open and now_s >= self._until_s:
+            self.is_open, self.ejected, self._closed_s = False, False, now_s
 
     def failed(self, error: BatonError, now_s: float, peer: str = "") -> None:
         """A sequence failed, and this worker is the one to blame if anybody is: `error` says whether it counts.
@@ -104,7 +104,7 @@ class Health:
             if now_s - last_s < BURST_S:
                 return
         self._failed.append(True)
-        if self._is_open:
+        if self.is_open:
             if now_s >= self._until_s:
                 self._open(f"a probe failed: {error.message}", now_s)
             return  # a call from before it opened
@@ -144,11 +144,6 @@ class Health:
     def is_demoted(self, now_s: float) -> bool:
         return now_s < self._demoted_until_s
 
-    @property
-    def is_open(self) -> bool:
-        """Open or half open."""
-        return self._is_open
-
     def left_s(self, now_s: float) -> float:
         """Of the backoff."""
         return max(0.0, self._until_s - now_s)
@@ -160,18 +155,18 @@ class Health:
             return
         self._slow_windows = self._slow_windows + 1 if ratio >= EJECT_RATIO else 0
         self._demoted_until_s = now_s + DEMOTED_S if ratio >= DEMOTE_RATIO else 0.0
-        if self._slow_windows >= 2 and num_peers > 1 and not self._is_open:  # of two, who is the odd one?
+        if self._slow_windows >= 2 and num_peers > 1 and not self.is_open:  # of two, who is the odd one?
             self._slow_windows = 0
             self._open(f"its {what} takes {ratio:.1f} times that of its peers", now_s)
 
     def _open(self, reason: str, now_s: float) -> None:
-        if not self._is_open and now_s - self._closed_s > FORGIVEN_S:
+        if not self.is_open and now_s - self._closed_s > FORGIVEN_S:
             self._num_openings = 0
         self._num_openings += 1
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._num_openings - 1))
-        if not self._is_open:
+        if not self.is_open:
             self.opened_s = now_s
-        self._is_open, self._until_s, self.reason = True, now_s + backoff_s, reason
+        self.is_open, self._until_s, self.reason = True, now_s + backoff_s, reason
         self._failed.clear()
         self._on_open()
 
@@ -184,18 +179,15 @@ def is_worker_fault(error: BatonError) -> bool:
 def judge(pools: Sequence[Sequence[Health]]) -> None:
     """Set `ejected` of all: of each pool at most half, whoever opened first before others. A worker may be in several
     pools; those that are away are left out by the caller, so they make the bound smaller."""
-    quotas = [len(pool) // 2 for pool in pools]
-    members: dict[int, tuple[Health, list[int]]] = {}
-    for index, pool in enumerate(pools):
-        for health in pool:
-            members.setdefault(id(health), (health, []))[1].append(index)
-            health.ejected = False
-    wanting = [entry for entry in members.values() if entry[0].is_open]
-    for health, indices in sorted(wanting, key=lambda entry: entry[0].opened_s):
-        if all(quotas[index] > 0 for index in indices):
-            health.ejected = True
-            for index in indices:
-                quotas[index] -= 1
+    wanting = {id(health): health for pool in pools for health in pool if health.is_open}
+    if not wanting:
+        return
+    members, quotas = [set(map(id, pool)) for pool in pools], [len(pool) // 2 for pool in pools]
+    for key, health in sorted(wanting.items(), key=lambda entry: entry[1].opened_s):
+        indices = [index for index, pool in enumerate(members) if key in pool]
+        health.ejected = all(quotas[index] > 0 for index in indices)
+        for index in indices if health.ejected else ():
+            quotas[index] -= 1
 
 
 def judge_pace(pool: Sequence[Health], now_s: float) -> None:
