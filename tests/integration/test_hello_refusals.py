@@ -26,6 +26,7 @@ FIELDS: dict[str, object] = {
     "rope": "theta=1;scaling=none",
     "quantization": "Q4_1",
     "speculation": "draft=tiny;k=4",
+    "numerics": "0123456789abcdef",
     "fingerprint": "e" * 32,
     "layout.num_layers": 3,
     "layout.num_kv_heads": 16,

@@ -246,6 +246,7 @@ FIELDS: dict[str, object] = {
     "rope": "x",
     "quantization": "x",
     "speculation": "x",
+    "numerics": "x",
     "fingerprint": "x",
     "tp_rank": 1,
     "tp_size": 2,
