@@ -39,7 +39,9 @@ NO_HASHES: Hashes = {}
 # Prompts up to this are hashed on the event loop: 256 blocks of 16 tokens, at 3-5 us each (measured, with 12 runnable
 # processes on 2 cores). For longer ones a thread costs less than the wait of everybody else.
 INLINE_HASH_TOKENS = 4_096
-MAX_WORKERS = 4_096  # of the prefix index; what tells rows apart takes 64 bytes each
+MAX_WORKERS = (
+    2_048  # whose caches are followed: twice the largest fleet we measure; a popular block takes 528 bytes for it
+)
 STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
 INTRODUCE_S = 0.02  # between introductions at least: each names all decode workers to all prefill workers
@@ -78,7 +80,7 @@ class Endpoint:
         self.rates = Rates()  # of the Session under way
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
         self.row = fleet.table.add()
-        self.ledger = Ledger(self._write_load)
+        self.ledger = Ledger(self._touch)
         self.session = WorkerSession(
             worker_id,
             address,
@@ -136,7 +138,7 @@ class Endpoint:
         if fact is None or replace(fact, last_chosen=0) != now:
             last_chosen = int(self._fleet.table.last_chosen[self.row]) if fact is not None else 0
             self._fleet.table.put(self.row, replace(now, last_chosen=last_chosen))
-            self._write_load()
+            self._touch()
 
     def _facts(self) -> WorkerSnapshot:
         view, state = self.session.view, self.state
@@ -182,10 +184,14 @@ class Endpoint:
             self._idle_step_s = max(0.0, step_s - peers.steps.grow_s(load.num_running, used_tokens))
         self.ledger.report(load.waiting_tokens, used_tokens, load.num_running)
 
-    def _write_load(self) -> None:
+    def _touch(self) -> None:
+        self._fleet.touched.add(self)
+
+    def write_load(self, table: WorkerTable) -> None:
+        """Write the row's numbers, once for all that has changed since somebody read the table."""
         if self._left:
             return
-        table, row, ledger, steps = self._fleet.table, self.row, self.ledger, self._peers.steps
+        row, ledger, steps = self.row, self.ledger, self._peers.steps
         num_running, used_tokens = ledger.num_running, ledger.used_tokens
         table.waiting_tokens[row] = ledger.waiting_tokens
         table.used_tokens[row] = used_tokens
@@ -274,7 +280,8 @@ class Fleet:
         self.known = False
         self.identity = identity
         self.liveness = liveness
-        self.table = WorkerTable()
+        self._table = WorkerTable()
+        self.touched: set[Endpoint] = set()  # their rows' numbers are older than they are
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
         self.expected = ExpectedPrefixes(MAX_WORKERS)
         self.explanations = Explanations()
@@ -531,6 +538,13 @@ class Fleet:
     def forecast(self, demand: Demand) -> Choice | NoPlace:
         """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""
         return choose(self._look(demand, self._demoted), local_prefill_tokens=self._local_prefill_tokens)
+
+    @property
+    def table(self) -> WorkerTable:
+        """The fleet as it is now."""
+        while self.touched:
+            self.touched.pop().write_load(self._table)
+        return self._table
 
     def cached_tokens(self, hashes: Hashes) -> int:
         """Leading tokens of a prompt that some worker that computes prompts has cached."""

@@ -404,6 +404,8 @@ class Attempt:
                 return
             self._clock(ready.token_id, now_s)
             stop = self._sink.token(token_index, ready.token_id, ready.finish, ready.logprobs)
+            if ready.finish is not FinishReason.NONE and token_index > self._request.num_output_tokens:
+                self._may_hold.discard(self._decode.worker_id)  # who said the last token, and needs no Cancel for it
             if stop or ready.finish is not FinishReason.NONE:
                 self._finish(ready.finish)
                 return
