@@ -147,8 +147,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"access to {attribute!r} is not allowed in chat templates")
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, str) and isinstance(right, str) and operator == "+":  # what templates do most
-            charge(len(left) + len(right))
+        if type(left) is str and type(right) is str and operator == "+":  # what templates do most
+            METER.get().charge(len(left) + len(right))
             return left + right
         if operator == "**" or (operator == "%" and isinstance(left, str)):
             raise SecurityError(f"{operator!r} is not allowed in chat templates")
@@ -224,6 +224,9 @@ def _name(value: object) -> str:
 
 def _written(value: object) -> object:
     """Of every expression that is output."""
+    if type(value) is str:
+        METER.get().charge(len(value))
+        return value
     charge_for(value)
     if not isinstance(value, (str, int, float, list, tuple, dict, type(None), jinja2.Undefined)):
         raise SecurityError(f"writing a {type(value).__name__} is not allowed in chat templates")
