@@ -75,6 +75,9 @@ class WorkerConfig:
     host: str = LOOPBACK
     port: int = 0  # 0 = the system picks one; the worker announces what it bound
     control_address: str = ""  # the controller's control port; "" = nobody to announce to
+    tls_dir: str = (
+        ""  # its ca.crt, tls.crt and tls.key; "" = plain text between parts of the cluster (baton/peer_trust.py)
+    )
     prefill_role: str = "prefill_worker.prefill_role:build"  # dotted names: a worker imports nothing above itself
     decode_role: str = "decode_worker.decode_role:build"
     heartbeat_s: float = 0.5
@@ -111,6 +114,7 @@ class RouterConfig:
     grpc_certificate_file: str = ""  # PEM, of the gRPC port; "" = no TLS
     grpc_key_file: str = ""
     grpc_client_ca_file: str = ""  # PEM; clients must show a certificate signed by one of these; "" = none is asked for
+    tls_dir: str = ""  # of what it shows to workers and the controller; baton/peer_trust.py
     api_keys_file: str = ""  # or a folder of them, as a secret is mounted; "" = no keys. router/tenants.py
     request_timeout_s: float = 600.0  # where the caller gives no deadline
     max_retries: int = (
@@ -167,11 +171,16 @@ class ClusterConfig:
     decode: int = 1
     both: int = 0  # --colocated: prefill 0, decode 0, both 1
     decode_kv_cache_dtype: str = "auto"  # of the decode pool alone; auto = engine.kv_cache_dtype
+    tls_dir: str = ""  # holds router/, worker/ and controller/, each with its certificate; "" = plain text inside
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+    def tls_dir_of(self, part: str) -> str:
+        """Where router, worker or controller finds its certificate; "" = there is none."""
+        return f"{self.tls_dir}/{part}" if self.tls_dir else ""
 
     def engine_of(self, role: str) -> EngineConfig:
         """The engine settings of one pool's workers."""

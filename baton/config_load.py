@@ -37,7 +37,10 @@ _MAP = "kv.ucx"  # the one setting that is a map of names to text
 _UCX_NAME = re.compile(r"(?!UCX_)[A-Z][A-Z0-9_]*")
 _UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # options that have a setting of their own
 _UCX_BOOLS = {True: "y", False: "n"}
-_DERIVED = ("router.model.",)  # copied from `model.` so that router and workers cannot disagree
+_DERIVED = (
+    "router.model.",
+    "router.tls_dir",
+)  # from `model.` and `tls_dir`, so that router and workers cannot disagree
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, tupl
         values[path] = value
         origins[path] = setting.origin
     cluster = _build(ClusterConfig, _nested(values))
-    cluster = dataclasses.replace(cluster, router=dataclasses.replace(cluster.router, model=cluster.model))
+    router = dataclasses.replace(cluster.router, model=cluster.model, tls_dir=cluster.tls_dir_of("router"))
+    cluster = dataclasses.replace(cluster, router=router)
     _check_together(cluster)
     return Loaded(cluster, origins)
 

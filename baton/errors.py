@@ -27,7 +27,7 @@ class BatonError(Exception):
     """The root. `str(error)` is the message that a client may see."""
 
     code: ClassVar[str] = "internal"
-    grpc_code: ClassVar[str] = "INTERNAL"  # the name of a grpc.StatusCode; baton does not import grpc
+    grpc_code: ClassVar[str] = "INTERNAL"  # the name of a grpc.StatusCode; errors need no grpc
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 

@@ -18,6 +18,7 @@ import grpc.aio
 
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
+from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.explain import told_json
 from router.fleet import Fleet
@@ -38,9 +39,16 @@ class ControlClient:
     """Runs until closed."""
 
     def __init__(
-        self, address: str, router_id: str, fleet: Fleet, slo_watch: SloWatch, num_inflight: Callable[[], int]
+        self,
+        address: str,
+        router_id: str,
+        fleet: Fleet,
+        slo_watch: SloWatch,
+        num_inflight: Callable[[], int],
+        trust: PeerTrust = PLAIN,
     ) -> None:
         self._address = address
+        self._trust = trust
         self._router_id = router_id
         self._fleet = fleet
         self._slo_watch = slo_watch
@@ -61,7 +69,7 @@ class ControlClient:
         told = False  # one line per outage
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+                async with self._channel() as channel:
                     stub = control_pb2_grpc.ControlStub(channel)
                     async for state in stub.Watch(control_pb2.WatchRequest(router_id=self._router_id)):
                         told = False
@@ -70,23 +78,36 @@ class ControlClient:
                         self._ask(state.explain)
             except grpc.aio.AioRpcError as error:
                 if not told:
-                    log.warning("controller_away", reason=error.details() or error.code().name)
+                    log.warning("controller_away", reason=why_failed(error))
                     told = True
             except Exception:  # RPC boundary: a state that makes no sense must not end the watching
                 log.exception("control_state_refused")
             await asyncio.sleep(RETRY_S)
 
     async def _report(self) -> None:
-        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
-            stub = control_pb2_grpc.ControlStub(channel)
-            while True:
-                try:
-                    await stub.Report(self._current(), timeout=CALL_TIMEOUT_S)
-                except grpc.aio.AioRpcError as error:
-                    log.debug("report_failed", reason=error.details() or error.code().name)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), REPORT_S)
-                self._hurry.clear()
+        while True:
+            try:
+                async with (
+                    self._channel() as channel
+                ):  # a new one after each failure: certificates may have been renewed
+                    await self._report_over(control_pb2_grpc.ControlStub(channel))
+            except grpc.aio.AioRpcError as error:
+                log.debug("report_failed", reason=why_failed(error))
+            await self._pause()
+
+    async def _report_over(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
+        """Raises: AioRpcError, never returns otherwise."""
+        while True:
+            await stub.Report(self._current(), timeout=CALL_TIMEOUT_S)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), REPORT_S)
+        self._hurry.clear()
+
+    def _channel(self) -> grpc.aio.Channel:
+        return self._trust.channel(self._address, Part.CONTROLLER, _CHANNEL_OPTIONS)
 
     def _ask(self, request_ids: Iterable[str]) -> None:
         """Report at once what is known of these requests."""

@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.model_files import ModelFiles
+from baton.peer_trust import Part, PeerTrust
 from router.call import Calls
 from router.chat_template import ChatTemplate
 from router.control_client import ControlClient
@@ -47,6 +48,7 @@ class FrontEnd:
         Raises:
             ConfigError: a taken port, or files that cannot be used.
         """
+        trust = PeerTrust(config.tls_dir, Part.ROUTER)
         epoch = new_router_epoch()
         router_id = f"{socket.gethostname()}-{os.getpid()}-{epoch:08x}"
         spec = replace(files.spec, name=config.model.served_name or files.spec.name)
@@ -54,7 +56,7 @@ class FrontEnd:
         table = TokenTable.from_tokenizer_json(tokenizer_json, spec.vocab_size)
         self.tokenizer = Tokenizer(tokenizer_json, table, _template(files, table))
         liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
-        identity = SessionIdentity(router_id, epoch)
+        identity = SessionIdentity(router_id, epoch, trust)
         self.fleet = Fleet(identity, liveness, config.local_prefill_tokens, config.prefix_index_blocks)
         self.slo_watch = SloWatch()
         self.metrics = RouterMetrics(self.fleet)
@@ -76,7 +78,7 @@ class FrontEnd:
         self._drain_s = config.drain_s
         self._control = (
             ControlClient(
-                config.control_address, router_id, self.fleet, self.slo_watch, lambda: self.calls.num_inflight
+                config.control_address, router_id, self.fleet, self.slo_watch, lambda: self.calls.num_inflight, trust
             )
             if config.control_address
             else None

@@ -24,6 +24,7 @@ import grpc
 
 from baton.errors import WorkerLost
 from baton.log import get_log
+from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
 from baton.request import FinishReason, Logprobs, Request
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, error_from_pb, request_to_pb
@@ -49,10 +50,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
-    """Who opens Sessions: a router (or the controller) and its epoch."""
+    """Who opens Sessions: a router (or the controller), its epoch and what it shows to workers."""
 
     router_id: str
     router_epoch: int
+    trust: PeerTrust = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class WorkerSession:
             try:
                 await self._one_stream()
             except (SessionLost, grpc.aio.AioRpcError) as error:
-                reason = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                reason = why_failed(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
             except Exception as error:  # RPC boundary: a message that makes no sense must not end the reconnecting
                 log.exception("session_failed", worker=self.worker_id, address=self.address)
                 reason = f"its messages cannot be understood ({type(error).__name__})"
@@ -169,6 +171,8 @@ class WorkerSession:
             was_open = self.view is not None
             if was_open:
                 log.warning("worker_lost", worker=self.worker_id, address=self.address, epoch=self.epoch, reason=reason)
+            elif reason != self.reason:  # said once, not at every attempt
+                log.warning("worker_unreachable", worker=self.worker_id, address=self.address, reason=reason)
             self._lose(reason)
             backoff_s = MIN_BACKOFF_S if was_open else min(2 * backoff_s, MAX_BACKOFF_S)
             # Jitter of a half keeps routers from returning in step.
@@ -177,7 +181,7 @@ class WorkerSession:
     async def _one_stream(self) -> None:
         """Serve one stream until it ends. Raises SessionLost or AioRpcError, never returns otherwise."""
         self._outbox = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._identity.trust.channel(self.address, Part.WORKER, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             call = stub.Session(self._requests())
             self._heard_s = time.monotonic()

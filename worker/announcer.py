@@ -12,6 +12,7 @@ import grpc
 
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
+from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
 from baton.v1 import control_pb2, control_pb2_grpc
 
 log = get_log("worker.announcer")
@@ -24,26 +25,26 @@ async def announce(
     address: str,
     record: Callable[[], control_pb2.WorkerRecord],
     adopt_wishes: Callable[[control_pb2.AnnounceResponse], None],
+    trust: PeerTrust = PLAIN,
 ) -> None:
     """Run until cancelled, or until the controller says that a later start has taken this worker's place."""
     told = False  # one line per outage
-    async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
-        control = control_pb2_grpc.ControlStub(channel)
-        while True:
-            try:
-                answer = await control.Announce(control_pb2.AnnounceRequest(worker=record()), timeout=ANSWER_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                    log.error("announce_refused", reason=error.details())
-                    return
-                if not told:
-                    log.warning("controller_away", code=error.code().name)
-                    told = True
-                await asyncio.sleep(RETRY_S)
-                continue
-            told = False
-            adopt_wishes(answer)
-            await _lost(channel)
+    while True:
+        try:
+            async with trust.channel(address, Part.CONTROLLER, CLIENT_OPTIONS) as channel:
+                request = control_pb2.AnnounceRequest(worker=record())
+                answer = await control_pb2_grpc.ControlStub(channel).Announce(request, timeout=ANSWER_S)
+                told = False
+                adopt_wishes(answer)
+                await _lost(channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                log.error("announce_refused", reason=error.details())
+                return
+            if not told:
+                log.warning("controller_away", reason=why_failed(error))
+                told = True
+            await asyncio.sleep(RETRY_S)
 
 
 async def _lost(channel: grpc.aio.Channel) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 from baton.config import WorkerConfig
 from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from baton.log import get_log
+from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Request, Role
 from baton.v1 import control_pb2, kv_pb2, worker_pb2
 from baton.wire import PROTOCOL_VERSION, error_to_pb, request_from_pb
@@ -114,6 +115,7 @@ class WorkerHost:
         build_decode: RoleBuilder,
         loop: asyncio.AbstractEventLoop,
         on_fatal: Callable[[BaseException], None],
+        trust: PeerTrust = PLAIN,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -145,6 +147,7 @@ class WorkerHost:
             silence_limit_s=config.kv.lease_s,
             hello_timeout_s=config.kv.hello_timeout_s + 1.0,  # the plane's own probe limit, and gRPC around it
             max_outbox_bytes=config.outbox_bytes,
+            trust=trust,
         )
         self._prefill = build_prefill(self, config)
         self._decode = build_decode(self, config)

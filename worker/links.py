@@ -25,6 +25,7 @@ import grpc
 
 from baton.errors import BatonError, Internal, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
+from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
 from baton.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from worker.hello import Refusal, check_hello, check_transport, refusal_by_peer
 from worker.link_outbox import MAX_OUTBOX_BYTES, LinkOutbox
@@ -119,7 +120,7 @@ class PeerLink:
     def note_failure(self, failure: Exception) -> None:
         """Keep why the stream ended, unless a reason is known already."""
         if isinstance(failure, grpc.aio.AioRpcError):
-            error: BatonError = WorkerLost(f"link to {self.peer.worker_id} failed: {failure.code().name.lower()}")
+            error: BatonError = WorkerLost(f"link to {self.peer.worker_id} failed: {why_failed(failure)}")
         else:  # a defect of a role: it ends this stream and its transfers, not the worker
             log.error("link_failed", peer=self.key, traceback="".join(traceback.format_exception(failure)))
             error = Internal("a message of the link could not be handled")
@@ -143,8 +144,10 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         silence_limit_s: float,
         hello_timeout_s: float,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+        trust: PeerTrust = PLAIN,
     ) -> None:
         self._hello = hello
+        self._trust = trust
         self._path = path
         self._listener = listener
         self._ping_s = ping_s
@@ -242,7 +245,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         hello.CopyFrom(self._hello)
         hello.pair_nonce = link.nonce
         link.send(hello=hello)
-        async with grpc.aio.insecure_channel(link.peer.address) as channel:
+        async with self._trust.channel(link.peer.address, Part.WORKER) as channel:
             call = kv_pb2_grpc.KvLinkStub(channel).Link(link.outbox.messages())
             try:
                 await self._serve(link, aiter(call))
@@ -254,6 +257,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         request_iterator: AsyncIterator[kv_pb2.LinkMessage],
         context: grpc.aio.ServicerContext[kv_pb2.LinkMessage, kv_pb2.LinkMessage],
     ) -> AsyncIterator[kv_pb2.LinkMessage]:
+        await self._trust.admit(context, Part.WORKER)
         requests = aiter(request_iterator)
         try:
             async with asyncio.timeout(self._hello_timeout_s):

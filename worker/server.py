@@ -27,6 +27,7 @@ from baton.kv_layout import KVLayout
 from baton.log import get_log
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
+from baton.peer_trust import Part, PeerTrust
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
@@ -170,6 +171,7 @@ class WorkerServer:
 
     async def _serve(self) -> None:
         config = self._config
+        trust = PeerTrust(config.tls_dir, Part.WORKER)
         with contextlib.ExitStack() as not_started:
             transport = make_transport(config.kv, f"{self.epoch:016x}")
             not_started.callback(transport.close)
@@ -199,8 +201,9 @@ class WorkerServer:
                 _load_builder(config.decode_role),
                 self._loop,
                 self._on_fatal,
+                trust,
             )
-            await self._serve_host(self._host)
+            await self._serve_host(self._host, trust)
         finally:
             await self._loop.run_in_executor(None, plane.stop)
 
@@ -212,24 +215,24 @@ class WorkerServer:
         """Like _forward_kv_event."""
         self._loop.call_soon_threadsafe(self._on_fatal, error)
 
-    async def _serve_host(self, host: WorkerHost) -> None:
+    async def _serve_host(self, host: WorkerHost, trust: PeerTrust) -> None:
         config = self._config
         server = grpc.aio.server(
             options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
         )
-        worker_pb2_grpc.add_WorkerServicer_to_server(SessionService(host), server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(SessionService(host, trust), server)
         kv_pb2_grpc.add_KvLinkServicer_to_server(host.links, server)
         checks = HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         try:
-            self.port = server.add_insecure_port(f"{config.host}:{config.port}")
+            self.port = trust.listen(server, config.host, config.port)
         except RuntimeError as error:
             raise ConfigError(f"port {config.port} is in use; choose another worker port", field="port") from error
         host.start()
         try:
             await server.start()
-            announcer = asyncio.create_task(self._announce(host), name="announce")
+            announcer = asyncio.create_task(self._announce(host, trust), name="announce")
             log.info("worker_ready", worker=config.worker_id, address=self.address, role=config.role)
             self._started.set()
             await self._stop.wait()
@@ -238,7 +241,7 @@ class WorkerServer:
         finally:
             await asyncio.gather(server.stop(STOP_GRACE_S), host.stop())  # the server first: nobody may come back
 
-    async def _announce(self, host: WorkerHost) -> None:
+    async def _announce(self, host: WorkerHost, trust: PeerTrust) -> None:
         """Tell the controller where we are, as long as we serve."""
         config = self._config
 
@@ -254,7 +257,7 @@ class WorkerServer:
             )
 
         if config.control_address:
-            await announce(config.control_address, record, host.adopt_wishes)
+            await announce(config.control_address, record, host.adopt_wishes, trust)
 
     # --- who we are ---
 

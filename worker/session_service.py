@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.log import get_log
+from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION
 from worker.sessions import RouterSession
@@ -24,14 +25,16 @@ OPEN_TIMEOUT_S = 5.0  # a stream that does not open itself is dropped; a router 
 
 
 class SessionService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, host: WorkerHost) -> None:
+    def __init__(self, host: WorkerHost, trust: PeerTrust = PLAIN) -> None:
         self._host = host
+        self._trust = trust
 
     async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to its context
         self,
         request_iterator: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionEvent],
     ) -> None:
+        await self._trust.admit(context, Part.ROUTER, Part.CONTROLLER)
         requests = aiter(request_iterator)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):

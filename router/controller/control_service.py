@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import BatonError, InvalidRequest
+from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.controller import Controller
@@ -14,14 +15,16 @@ from router.controller.fleet_state import Announcement
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Controller, trust: PeerTrust = PLAIN) -> None:
         self._controller = controller
+        self._trust = trust
 
     async def Announce(
         self,
         request: control_pb2.AnnounceRequest,
         context: grpc.aio.ServicerContext[control_pb2.AnnounceRequest, control_pb2.AnnounceResponse],
     ) -> control_pb2.AnnounceResponse:
+        await self._trust.admit(context, Part.WORKER)
         try:
             member = self._controller.announce(_announcement(request.worker))
         except BatonError as error:
@@ -33,6 +36,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         request: control_pb2.WatchRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchRequest, control_pb2.ControlState],
     ) -> AsyncIterator[control_pb2.ControlState]:
+        await self._trust.admit(context, Part.ROUTER)
         async for state in self._controller.watch():
             yield state
 
@@ -41,6 +45,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         request: control_pb2.RouterReport,
         context: grpc.aio.ServicerContext[control_pb2.RouterReport, control_pb2.ReportResponse],
     ) -> control_pb2.ReportResponse:
+        await self._trust.admit(context, Part.ROUTER)
         self._controller.report(request)
         return control_pb2.ReportResponse()
 

@@ -18,6 +18,7 @@ from baton.config import ControllerConfig
 from baton.errors import BatonError, Unavailable
 from baton.ids import new_router_epoch
 from baton.log import get_log
+from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
@@ -45,13 +46,15 @@ class HeardReport:
 class Controller:
     """Create it inside a running event loop."""
 
-    def __init__(self, config: ControllerConfig, store: SLOStore, fleets: FleetStore | None = None) -> None:
+    def __init__(
+        self, config: ControllerConfig, store: SLOStore, fleets: FleetStore | None = None, trust: PeerTrust = PLAIN
+    ) -> None:
         """`fleets`: where the fleet outlives this process; what it holds is taken over."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved.members, saved.replaced_epochs)
         self.slo: Revision = store.current()
         self._store = store
-        self._identity = SessionIdentity("controller", new_router_epoch())
+        self._identity = SessionIdentity("controller", new_router_epoch(), trust)
         self._liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
         self._sessions: dict[str, WorkerSession] = {}
         self._closing: set[asyncio.Task[None]] = set()

@@ -32,6 +32,7 @@ from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError
 from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
+from baton.peer_trust import Part, PeerTrust
 from baton.request import Role
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_access import Token
@@ -70,12 +71,13 @@ async def _serve(cluster: ClusterConfig) -> None:
     stop = _stop_on_signal()
     config = cluster.controller
     run_dir = Path(config.run_dir)
+    trust = PeerTrust(cluster.tls_dir_of(Part.CONTROLLER), Part.CONTROLLER)
     store = await asyncio.to_thread(SQLiteSLOStore, Path(config.slo_store or run_dir / SLO_FILE), time.time)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE))
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
-    control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
-    control_address = f"{config.host}:{_bind_control(control, config.host, config.control_port)}"
+    control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
+    control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
     fleet = _RayFleet(controller, cluster, control_address)
     await control.start()
     listener = _bind_admin(config)
@@ -170,6 +172,7 @@ def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int)
             role=role,
             host=cluster.controller.host,
             control_address=control_address,
+            tls_dir=cluster.tls_dir_of(Part.WORKER),
             heartbeat_s=cluster.router.heartbeat_s,
             missed_heartbeats=cluster.router.missed_heartbeats,
             model=cluster.model,
@@ -206,9 +209,9 @@ def _stop_on_signal() -> asyncio.Event:
     return stop
 
 
-def _bind_control(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind_control(server: grpc.aio.Server, trust: PeerTrust, host: str, port: int) -> int:
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return trust.listen(server, host, port)
     except RuntimeError as error:
         raise ConfigError(
             f"control port {port} cannot be bound (in use?); choose another controller.control_port, or 0 for any",
