@@ -204,6 +204,7 @@ _ERRORS = {
     "404": "another model, or no such path",
     "405": "another method",
     "429": "too much in flight, or more than the key allows; `retry-after` says when to come again",
+    "499": "the call was aborted",
     "431": "headers beyond the limit",
     "500": "a defect of ours",
     "503": "nobody can serve it now, or a worker was lost",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 
 from baton.model_files import ModelFiles
 from baton.v1 import serving_pb2
+from router.chat_template import ChatTemplate
 from router.openapi import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from tests.router.router_rig import Rig, request
+from tests.router.router_rig import Rig, request, until
 from tests.router.stub_worker import EOS
 from tests.router.test_router_text import FAMILY, byte_ids
 
@@ -344,6 +347,50 @@ async def test_messages_that_no_template_can_take_are_a_400_streamed_and_whole(r
         assert reply.status_code == 400
         assert reply.json()["error"]["param"].startswith("messages")
     assert not rig.prefill.submits
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_templates_refusal_is_a_400_with_its_reason_before_any_worker_hears_of_it(
+    client: openai.AsyncOpenAI, rig: Rig, stream: bool
+) -> None:
+    alternate = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    rig.front_end.tokenizer._template = ChatTemplate(alternate + "{{ messages[0].content }}", {})
+    with pytest.raises(openai.BadRequestError, match="roles must alternate") as refused:
+        await client.chat.completions.create(model="tiny", messages=[*MESSAGES, *MESSAGES], stream=stream)
+    assert refused.value.param == "messages"
+    assert not rig.prefill.submits
+
+
+# -- what operators see ------------------------------------------------------------------------------------------------
+
+
+async def test_the_time_to_a_first_token_is_what_the_client_waits_not_one_stages_share(
+    client: openai.AsyncOpenAI, rig: Rig
+) -> None:
+    """Half a second in a queue that the worker's own figures (3 ms) know nothing of."""
+    rig.prefill.script.prefill_gate.clear()
+
+    async def open_late() -> None:
+        await until(lambda: bool(rig.prefill.submits), "the worker has the request")
+        await asyncio.sleep(0.5)
+        rig.prefill.script.prefill_gate.set()
+
+    opening = asyncio.create_task(open_late())
+    began_s = time.monotonic()
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    await anext(stream)
+    waited_ms = (time.monotonic() - began_s) * 1e3
+    *_, last = [chunk async for chunk in stream]
+    await opening
+    assert last.model_extra is not None
+    said_ms = last.model_extra["baton"]["ttft_ms"]
+    text = (await rig.http.get("/metrics")).text
+    exported = re.search(r'baton_time_to_first_token_seconds_sum{slo_class="interactive"} (\S+)', text)
+    assert exported is not None
+    assert 500 <= said_ms <= waited_ms
+    assert float(exported[1]) * 1e3 == pytest.approx(said_ms, rel=1e-3)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
