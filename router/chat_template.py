@@ -20,7 +20,7 @@ from router.template_sandbox import METER, Meter, OverBudget, Sandbox, charge, c
 
 __all__ = ["INLINE_WORK", "ChatTemplate", "OverBudget"]
 
-INLINE_WORK = 500_000  # about a millisecond: what the event loop may be held up by one call; measured: docs/api.md
+INLINE_WORK = 500_000  # about a millisecond: what the event loop may be held up by one call
 BASE_WORK = (
     50_000_000  # and WORK_PER_CHAR for each character of the messages; real templates take 3 to 12 per character
 )

@@ -21,8 +21,10 @@ from typing import Generic, TypeVar
 from baton.hashing import HASH_BYTES, ID_BYTES, BlockHash, hash_packed
 
 HASH_CACHE_BYTES = 32 << 20  # about 4 million tokens; docs/api.md
-RUN_BLOCKS = 64  # kept together: a look-up costs 4 us and saves 50; what follows the last whole run is hashed anew
-ENTRY_BYTES = 300  # of an entry besides its key and value: dict slot, link, tuple; measured with tracemalloc: 260-290
+RUN_BLOCKS = (
+    64  # kept together: a look-up takes a quarter of hashing them (measured: 22 and 90 us, load 14); the rest is hashed
+)
+ENTRY_BYTES = 220  # of an entry besides its key and value: dict slot, link, tuples; measured with tracemalloc: 196-213
 HASH_ENTRY_BYTES = sys.getsizeof(bytes(HASH_BYTES)) + 8  # in a tuple
 
 Key = TypeVar("Key", bound=Hashable)
