@@ -23,6 +23,7 @@ import numpy as np
 
 from baton.request import Role
 from router.explain import Rules, explain
+from router.fleet import MAX_WORKERS
 from router.flow_back import Plan, plan
 from router.placement import Choice, Demand, Outlook, choose, look
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot
@@ -45,8 +46,8 @@ class Bench:
     def __init__(self, num_prefill: int, num_decode: int, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.table = WorkerTable()
-        self.prefixes = PrefixIndex(4_000_000, 4_096)
-        self.expected = ExpectedPrefixes(4_096)
+        self.prefixes = PrefixIndex(4_000_000, MAX_WORKERS)
+        self.expected = ExpectedPrefixes(MAX_WORKERS)
         self.hashes = {ROOT: chain(0)}
         links = {f"d{number}": LinkView(1, "ready") for number in range(num_decode)}
         for role, count in ((Role.DECODE, num_decode), (Role.PREFILL, num_prefill)):
@@ -132,7 +133,7 @@ def resident_bytes() -> int:
 
 def index_figures(num_blocks: int, num_workers: int = 1_000) -> Figures:
     rng = random.Random(0)
-    index = PrefixIndex(num_blocks, 4_096)
+    index = PrefixIndex(num_blocks, MAX_WORKERS)
     follows = [index.follow(row, ROOT, 1 << 30) for row in range(num_workers)]
     before_bytes, spent_s, num_added = resident_bytes(), 0.0, 0
     popular: Sequence[bytes] = ()

@@ -6,7 +6,7 @@ Routers are real: WorkerTable, Ledger, PrefixIndex, `look`, `choose` and `plan`,
 router. Workers are queues with the step times of Llama-3.1-8B FP8 on an H200, fitted to measured ones (traces README,
 calibration/dynamo_h200): a prefill worker computes one prompt after the other, a decode worker steps all of its sequences
 together, each caches whole 512-token blocks, least recently used out first. Reports of load and cache reach routers every
-REPORT_S. KV moves at the wire's rate and is waited for. What is left out: chunks of several prompts in one step, preemption,
+REPORT_S, and at once where worker/load_news.py says so. KV moves at the wire's rate and is waited for. What is left out: chunks of several prompts in one step, preemption,
 failures, the cost of routing itself. Times are the model's, not a measurement on GPUs. Pure but for reading the trace.
 """
 
@@ -32,6 +32,7 @@ from router.holds import Hold, Ledger
 from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, choose, look
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot, WorkerPrefixes
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
+from worker.load_news import LoadNews
 
 BLOCK = MOONCAKE_BLOCK_TOKENS
 ROOT = PrefixRoot("sim", "auto", BLOCK)
@@ -129,6 +130,7 @@ class SimWorker:
         self.at_s = 0.0
         self.waiting: deque[Job] = deque()  # for room
         self.reserved_tokens = 0
+        self.news = LoadNews()
         self._sim = sim
         self._event = 0
 
@@ -339,6 +341,14 @@ class Sim:
         if decode is not prefill:
             decode.num_served += 1
         prefill.submit(job, made.lacking_tokens, row.at_s)
+        self._tell_news(prefill, row.at_s)
+
+    def _tell_news(self, worker: SimWorker, now_s: float) -> None:
+        """To every router, as worker/host.py does."""
+        if worker.news.is_news(waiting := worker.waiting_tokens(now_s)):
+            for router in self.routers:
+                ledger = router.ledgers[router.at_row[router.table.row_of[worker.worker_id]]]
+                ledger.report(waiting, worker.reserved_tokens, len(worker.running))
 
     def _hold(self, job: Job, row: int, waiting: int, used: int) -> None:
         context = job.router.ledgers[job.router.at_row[row]].hold(waiting, used)
@@ -349,6 +359,7 @@ class Sim:
 
     def first_token(self, job: Job, prefill: SimWorker, now_s: float) -> None:
         job.ttft_s, job.first_s = now_s - job.row.at_s, now_s
+        self._tell_news(prefill, now_s)
         if job.hold is not None:
             job.hold.waiting_tokens = 0
         decode = self.workers[job.plan.choice.decode]

@@ -44,7 +44,7 @@ MAX_WORKERS = (
 )
 STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
-INTRODUCE_S = 0.02  # between introductions at least: each names all decode workers to all prefill workers
+SETTLE_S = 0.02  # between two at least: each looks at every worker, and names all decode workers to all prefill workers
 RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
 
 
@@ -298,8 +298,8 @@ class Fleet:
         self._ejected: list[Endpoint] = []
         self._window_ends_s = 0.0  # of the comparison of workers with their peers
         self._starting: list[int] = []  # rows of workers wanted by the controller, not announced yet
-        self._introducing: asyncio.TimerHandle | None = None
-        self._introduced_s = 0.0
+        self._settling: asyncio.TimerHandle | None = None
+        self._settled_s = 0.0
         self._decode_peers: list[worker_pb2.Peer] = []  # as prefill workers were told
         self._limits: PoolLimits | None = None  # None = not known, or to be found again
         self._roots: frozenset[PrefixRoot] | None = None  # of all workers; None = to be found again
@@ -362,8 +362,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Close every Session."""
-        if self._introducing is not None:
-            self._introducing.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
         for key in list(self._endpoints):
             self._close(key)
         await asyncio.gather(*self._closing)
@@ -387,20 +387,23 @@ class Fleet:
         self._settle()
 
     def _settle(self) -> None:
-        """Introduce workers to each other, judge them and wake whoever waits for a place."""
+        """Introduce workers to each other, judge them and wake whoever waits for a place; soon, and not for each of many."""
         self._limits = self._roots = None
-        if self._introducing is None:
-            wait_s = self._introduced_s + INTRODUCE_S - time.monotonic()
+        if self._settling is None:
+            wait_s = self._settled_s + SETTLE_S - time.monotonic()
             if wait_s > 0:
-                self._introducing = asyncio.get_running_loop().call_later(wait_s, self._introduce)
+                self._settling = asyncio.get_running_loop().call_later(wait_s, self._settle_now)
             else:
-                self._introduce()
+                self._settle_now()
+
+    def _settle_now(self) -> None:
+        self._settling, self._settled_s = None, time.monotonic()
+        self._introduce()
         self._judge()
 
     def _introduce(self) -> None:
         """Tell prefill workers of decode workers; of other fingerprints too: Hello refuses them once, and says which field
         differs."""
-        self._introducing, self._introduced_s = None, time.monotonic()
         open_ones = [endpoint for endpoint in self.endpoints if endpoint.session.view is not None]
         decode = [endpoint.session.peer() for endpoint in open_ones if endpoint.role is not Role.PREFILL]
         if decode != self._decode_peers:

@@ -67,18 +67,23 @@ def hash_prompt(token_ids: Sequence[int], tenant_salt: bytes, roots: Iterable[Pr
 
 
 class PrefixIndex:
-    """The blocks that all workers cache. Workers are rows, as in router/worker_table.py."""
+    """The blocks that all workers cache. Workers are rows, as in router/worker_table.py; those beyond `max_rows` are served, and
+    not known to cache anything."""
 
     def __init__(self, max_blocks: int, max_rows: int) -> None:
         self._index = Index(max_blocks, max_rows)
+        self._max_rows = max_rows
 
     def follow(self, row: int, root: PrefixRoot, max_blocks: int) -> WorkerPrefixes:
         """Begin to follow a worker of which nothing is known. `max_blocks`: its whole pool."""
+        if row >= self._max_rows:
+            return WorkerPrefixes(Index(max(1, max_blocks), 1), 0, root, max_blocks)
         return WorkerPrefixes(self._index, row, root, max_blocks)
 
     def forget(self, row: int) -> None:
         """Its worker is gone."""
-        self._index.reset(row)
+        if row < self._max_rows:
+            self._index.reset(row)
 
     def leading(self, hashes: Hashes, num_rows: int) -> npt.NDArray[np.int32]:
         """Blocks of a prompt that each row's worker caches, up to the first that it does not; [num_rows]."""
@@ -120,14 +125,17 @@ class ExpectedPrefixes:
 
     def add(self, row: int, hashes: Hashes, root: PrefixRoot) -> None:
         """A prompt was given to the row's worker."""
+        if row >= self._max_rows:
+            return
         self._younger.apply(row, hashes.get(root, ())[_stride(root) - 1 :: _stride(root)], ())
         if self._younger.num_blocks > MAX_EXPECTED_BLOCKS // 2:
             self._elder, self._younger = self._younger, self._empty()
 
     def forget(self, row: int) -> None:
         """Its worker lost everything."""
-        self._elder.reset(row)
-        self._younger.reset(row)
+        if row < self._max_rows:
+            self._elder.reset(row)
+            self._younger.reset(row)
 
     def leading(self, hashes: Hashes, num_rows: int) -> npt.NDArray[np.int32]:
         """Blocks of a prompt that each row's worker will cache, a little less than the truth; [num_rows]."""

@@ -33,6 +33,7 @@ from worker.cache_report import CacheReport
 from worker.engine_thread import Command, EngineThread
 from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
+from worker.load_news import LoadNews
 from worker.parked import ParkedCalls
 from worker.role import KVPort, Ports, PullSource
 from worker.role import Role as RoleProtocol
@@ -130,6 +131,7 @@ class WorkerHost:
         self._on_fatal = on_fatal
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
         self.parked = ParkedCalls(config.parked_bytes)
+        self._load_news = LoadNews()
         self.engine = EngineCommands(self._thread.post, self.parked)
         self.kv: KVPort = plane
         self._kv_failures = TransferFailures()
@@ -376,6 +378,11 @@ class WorkerHost:
     def _flush(self, step: int) -> None:
         if self.sessions.has_unsent():
             self.sessions.flush(step, self.load())
+        if self._load_news.is_news(self._waiting_tokens()):
+            self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
+
+    def _waiting_tokens(self) -> int:
+        return self._engine_load.waiting_tokens + sum(tokens for role in self._roles for tokens in role.queued_tokens())
 
     # --- the KV plane ---
 

@@ -337,6 +337,18 @@ def test_beyond_its_limit_the_index_ignores_blocks_and_says_how_many() -> None:
     assert index.leading({ROOT: POOL[:10]}, 2).tolist() == [0, 10], "what nobody caches any more made room"
 
 
+def test_workers_beyond_the_limit_are_served_without_their_cache_being_known() -> None:
+    index, expected = PrefixIndex(100, 2), ExpectedPrefixes(2)
+    beyond = index.follow(2, ROOT, 100)
+    beyond.apply(1, POOL[:4], [], reset=True)
+    expected.add(2, {ROOT: POOL}, ROOT)
+    assert len(beyond) == 4
+    assert not index.leading({ROOT: POOL}, 3).any()
+    assert not expected.leading({ROOT: POOL}, 3).any()
+    index.forget(2)
+    expected.forget(2)
+
+
 def test_a_prompt_that_was_just_given_away_is_expected_there() -> None:
     expected = ExpectedPrefixes(2)
     chain = [n.to_bytes(16, "little") for n in range(1, 40)]
