@@ -75,10 +75,15 @@ class AdoptionIsLate:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """A worker flagged a token as the last of a cancelled sequence, or our own sink failed on one."""
+    """A worker flagged a token as the last of a cancelled sequence."""
 
     worker: str
     error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class SinkBroke:
+    """Our own side of the answer failed on a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ SequenceEvent = (
     | StatsAreLate
     | AdoptionIsLate
     | GaveUp
+    | SinkBroke
     | HandoffLost
 )
 

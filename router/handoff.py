@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from baton.errors import (
     BatonError,
@@ -48,6 +48,7 @@ from router.events import (
     SequenceEnded,
     SequenceEvent,
     SequenceRefused,
+    SinkBroke,
     StatsAreLate,
     TimeIsUp,
     WorkerGone,
@@ -95,6 +96,7 @@ class SequenceJob:
     tpot_ms: float = 0.0
     prefer: str = ""  # a prefill worker that has the prompt in its cache
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already
+    fingerprint: str = ""  # of the only model that may go on with what the report begins with; "" = any
 
 
 def _nothing() -> None:
@@ -172,7 +174,7 @@ class Sequences:
         Raises:
             BatonError: the sequence did not finish; tokens may already have been given to `sink`.
         """
-        avoid, num_failed, fingerprint = frozenset[str](), 0, ""
+        avoid, num_failed, fingerprint = frozenset[str](), 0, job.fingerprint
         while True:
             num_before = report.num_tokens
             until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
@@ -277,8 +279,8 @@ class Attempt:
         self._queued_tokens = 0  # on prefill when it was submitted, its own included
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
-        self._hold = Hold(0, 0)  # of prefill
-        self._decode_hold = ExitStack()
+        self._hold = Hold(0, 0)  # of prefill, as long as it has a part in this
+        self._prefill_hold, self._decode_hold = ExitStack(), ExitStack()
         self._left: set[str] = set()  # decode workers that this attempt was taken away from
         self._num_reroutes = 0
         self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
@@ -287,17 +289,17 @@ class Attempt:
 
     async def run(self) -> None:
         """Returns when the answer is whole and counted. Raises: BatonError."""
+        with self._prefill_hold, self._decode_hold:
+            self._take_holds()
+            with self._submitted():
+                await self._follow()
+
+    def _take_holds(self) -> None:
         demand = self.demand
-        with ExitStack() as stack:
-            num_lacking = self._plan.lacking_tokens
-            if self._local:
-                self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.max_total_tokens))
-            else:
-                self._hold = stack.enter_context(self._prefill.hold(num_lacking, demand.prompt_tokens))
-                stack.enter_context(self._decode_hold)
-                self._decode_hold.enter_context(self._decode.hold(0, demand.max_total_tokens))
-            stack.enter_context(self._submitted())
-            await self._follow()
+        num_used = demand.max_total_tokens if self._local else demand.prompt_tokens
+        self._hold = self._prefill_hold.enter_context(self._prefill.hold(self._plan.lacking_tokens, num_used))
+        if not self._local:
+            self._decode_hold.enter_context(self._decode.hold(0, demand.max_total_tokens))
 
     @contextmanager
     def _submitted(self) -> Iterator[None]:
@@ -337,17 +339,27 @@ class Attempt:
             match event:
                 case AnswerIsWhole():
                     pass
+                case SequenceEnded(worker) | SequenceRefused(worker) | GaveUp(worker) | WorkerGone(worker) if (
+                    worker in self._left
+                ):
+                    pass  # it came before we left
                 case SequenceEnded():
                     self._on_ended(event)
-                case SequenceRefused(worker, error) | GaveUp(worker, error):
+                case SequenceRefused(worker, error):
+                    self._may_hold.discard(worker)
                     self._blame(worker, error)
                     self._on_lost(worker, error)
+                case GaveUp(worker, error):
+                    self._blame(worker, error)
+                    self._on_lost(worker, error)
+                case SinkBroke():
+                    raise SinkFailed("an internal error ended the call")
                 case WorkerGone(worker, reason):
+                    self._may_hold.discard(worker)
                     self._on_lost(worker, WorkerLost(f"{self._part(worker)} worker {worker} was lost: {reason}"))
                 case HandoffLost(error, reroute):
                     if reroute == self._num_reroutes:  # else of a decode worker that was left already
-                        self._blame(self._decode.worker_id, error)
-                        self._on_lost(self._decode.worker_id, error)
+                        self._on_handoff_lost(error)
                 case HoleIsOld(index):
                     self._on_old_hole(index)
                 case TimeIsUp() if self._whole:
@@ -393,7 +405,7 @@ class Attempt:
             self._on_special_token(worker, index, Token(token_id, FinishReason(finish), logprobs), now_s)
         except Exception:  # transport callback: what goes wrong with one answer must not take the Session along
             log.exception("token_failed", request_id=self._request.request_id)
-            self._inbox.put(GaveUp(worker, SinkFailed("an internal error ended the call")))
+            self._inbox.put(SinkBroke())
 
     def _on_special_token(self, worker: str, index: int, token: Token, now_s: float) -> None:
         """The last one, a repeated one, one that comes early, or one that fills a hole."""
@@ -432,15 +444,23 @@ class Attempt:
     def _finish(self, finish: FinishReason) -> None:
         """The answer is whole: by the engine's rules, or (NONE) by a stop string, after which the workers need not go on."""
         self._report.finish = finish or FinishReason.STOP
+        (self._decode if self._num_new > 1 else self._prefill).health.succeeded(time.monotonic())
         if finish is FinishReason.NONE:
             self._cancel_open()
-        asyncio.get_running_loop().call_later(STATS_S, self._inbox.put, StatsAreLate())
+        if not self._stats_in:
+            asyncio.get_running_loop().call_later(STATS_S, self._inbox.put, StatsAreLate())
         self._inbox.put(AnswerIsWhole())
 
     def _cancel_open(self) -> None:
-        """Send Cancel, once, to whoever was not seen to end the sequence."""
-        while self._may_hold:
-            self._sessions[self._may_hold.pop()].cancel(self._request.seq, park=self._request.resumption is not None)
+        """Send Cancel to whoever was not seen to end the sequence."""
+        for worker in list(self._may_hold):
+            self._cancel(worker, park=self._request.resumption is not None)
+
+    def _cancel(self, worker: str, *, park: bool) -> None:
+        """Let a worker end what it may have of the sequence; once."""
+        if worker in self._may_hold:
+            self._may_hold.discard(worker)
+            self._sessions[worker].cancel(self._request.seq, park=park)
 
     def _watch_hole(self) -> None:
         if self._watched_index != self._merge.next_index:
@@ -450,19 +470,17 @@ class Attempt:
     def _on_old_hole(self, index: int) -> None:
         if self._merge.next_index == index and not self._whole:
             first = index == self._request.num_output_tokens  # of this attempt: prefill samples it
-            worker = self._prefill if first else self._decode
-            self.blamed = worker.worker_id
-            error = WorkerLost(f"worker {worker.worker_id} left out token {index} for over {HOLE_S:g} s")
-            self._blame(self.blamed, error)
-            raise error
+            worker = (self._prefill if first else self._decode).worker_id
+            error = WorkerLost(f"worker {worker} left out token {index} for over {HOLE_S:g} s")
+            self._blame(worker, error)
+            self._fail(worker, error)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _on_ended(self, event: SequenceEnded) -> None:
         self._may_hold.discard(event.worker)
-        if event.outcome in (worker_pb2.OUTCOME_HANDED_OFF, worker_pb2.OUTCOME_FINISHED):
-            self._endpoint(event.worker).health.succeeded(time.monotonic())
-        if event.worker == self._prefill.worker_id:
+        is_prefill = event.worker == self._prefill.worker_id
+        if is_prefill:
             self._count(event)
         if event.outcome == worker_pb2.OUTCOME_FAILED:
             assert event.error is not None
@@ -470,12 +488,13 @@ class Attempt:
             self._on_lost(event.worker, event.error, adopted=True)
         elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
             self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"), adopted=True)
-        elif event.outcome == worker_pb2.OUTCOME_HANDED_OFF and event.reroute != self._num_reroutes:
-            raise WorkerLost(
-                "the KV went to a decode worker that was lost meanwhile"
-            )  # whom we had left when it said so
+        elif event.outcome == worker_pb2.OUTCOME_HANDED_OFF:
+            self._prefill.health.succeeded(time.monotonic())
+            if event.reroute != self._num_reroutes:  # to one whom we had left when it said so
+                raise WorkerLost("the KV went to a decode worker that was lost meanwhile")
         elif event.outcome == worker_pb2.OUTCOME_FINISHED:
-            self._may_hold.clear()  # one that finishes on prefill has cancelled its ticket on decode
+            if is_prefill:  # which has cancelled its ticket on decode
+                self._may_hold.clear()
             if not self._whole:
                 self._watch_hole()  # the end overtook tokens, or they are lost
 
@@ -486,30 +505,50 @@ class Attempt:
         if self._plan.pull is not None:
             self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
         self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
+        self._release_prefill()
+
+    def _release_prefill(self) -> None:
+        """It has no part in the stream any more, however long that goes on, and nothing more to say of it."""
         self._stats_in = True
         if not self._local:
-            self._hold.used_tokens = 0
+            self._hold = Hold(0, 0)
+            self._prefill_hold.close()
+
+    def _on_handoff_lost(self, error: BatonError) -> None:
+        if self._num_new > 1:  # decode has it all the same, only prefill was not told: its link broke in between
+            self._cancel(self._prefill.worker_id, park=False)
+            return
+        self._blame(self._decode.worker_id, error)
+        self._on_lost(self._decode.worker_id, error)
 
     def _on_lost(self, worker: str, error: BatonError, *, adopted: bool = False) -> None:
         """A worker will send nothing more. Fatal, unless what it still owed has come from it or from the other one.
 
         `adopted`: it says so itself, so that it had all of the KV, and prefill has let go of it or is about to.
         """
-        self._may_hold.discard(worker)
         is_prefill = worker == self._prefill.worker_id
+        if is_prefill:
+            self._release_prefill()  # what it counted is in, or lost with it
         if self._whole:
-            self._stats_in = self._stats_in or is_prefill
             return
-        if is_prefill and not self._local and self._num_new:
-            self._stats_in = True  # what it counted is in, or lost with it
+        if is_prefill and self._may_be_adopted():
             self._prefill_error = error
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, AdoptionIsLate())
             return
-        if worker in self._left or (not is_prefill and not adopted and self._reroute(error)):
+        if not is_prefill and not adopted and self._reroute(error):
             return
-        self.blamed = worker
+        if not is_prefill and self._prefill_error is not None and self._num_new == 1:
+            self._fail(self._prefill.worker_id, self._prefill_error)  # decode lacks what prefill can send no more
         if isinstance(error, PeerRefused):  # found out after the pair was chosen; another one may fit
-            raise Unavailable(f"{worker} and its decode worker do not fit: {error.message}") from error
+            error = Unavailable(f"{worker} and its decode worker do not fit: {error.message}")
+        self._fail(worker, error)
+
+    def _may_be_adopted(self) -> bool:
+        """Whether decode may go on without prefill. Who was named by a Reroute has hardly got the KV before it says so."""
+        return not self._local and (self._num_new > 1 or (self._num_new == 1 and not self._num_reroutes))
+
+    def _fail(self, worker: str, error: BatonError) -> NoReturn:
+        self.blamed = worker
         raise error
 
     def _reroute(self, error: BatonError) -> bool:
@@ -531,6 +570,7 @@ class Attempt:
             reason=error.message,
         )
         self._drop(lost)
+        self.blamed = lost.worker_id
         self._decode = placed.decode
         self._sessions[placed.decode.worker_id] = placed.decode.session
         self._may_hold.add(placed.decode.worker_id)
@@ -540,16 +580,14 @@ class Attempt:
         self._num_reroutes += 1
         self._prefill.session.reroute(self._request.seq, placed.decode.session.peer(), self._num_reroutes)
         self._report.decode_worker = placed.decode.worker_id
+        self._report.explanation = placed.explanation
         self._report.num_reroutes += 1
         return True
 
     def _drop(self, endpoint: Endpoint) -> None:
-        """Hear no more of a worker, which gives up what it may have."""
-        session = self._sessions.pop(endpoint.worker_id)
-        session.detach(self._request.seq)
-        if endpoint.worker_id in self._may_hold:
-            self._may_hold.discard(endpoint.worker_id)
-            session.cancel(self._request.seq, park=self._request.resumption is not None)
+        """Hear no more of a worker, which gives up what it may have: what it said meanwhile, no client has."""
+        self._cancel(endpoint.worker_id, park=False)
+        self._sessions.pop(endpoint.worker_id).detach(self._request.seq)
 
     def _blame(self, worker: str, error: BatonError) -> None:
         """Note a failure of a worker, or of its dealings with the other one; the loss of a Session is noted where it is lost."""
@@ -568,9 +606,9 @@ class Attempt:
         """Between adoption and token 1 lies one step of decode: who is silent for longer has not got the KV."""
         if self._num_new == 1 and not self._whole:
             assert self._prefill_error is not None
-            raise self._prefill_error
+            self._fail(self._prefill.worker_id, self._prefill_error)
 
     @property
     def _num_new(self) -> int:
         """Tokens that came in this attempt."""
-        return self._merge.next_index - self._request.num_output_tokens
+        return self._report.num_tokens - self._request.num_output_tokens
