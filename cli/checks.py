@@ -1,4 +1,5 @@
-"""Looks before anything is started: ports, model files, memory, /dev/shm. Each failure is one line that says what to do."""
+"""Looks before anything is started: ports, certificates, model files, memory, /dev/shm. Each failure is one line that says what
+to do."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from baton.kv_layout import DTYPE_BYTES
 from baton.memory import available_memory_bytes
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
+from baton.peer_trust import Part, PeerTrust
 from cli.ports import listener_pid
 from cli.processes import process_name
 
@@ -35,6 +37,8 @@ def check_all(config: ClusterConfig) -> ModelSpec:
         (config.controller.admin_port, "admin", "--admin-port"),
     ):
         check_port(port, what, flag)
+    for part in Part:
+        PeerTrust(config.tls_dir_of(part), part)
     spec = load_model_files(config.model.path).spec
     check_context(config, spec)
     check_memory(config, spec, available_memory_bytes())

@@ -41,6 +41,7 @@ FLAGS = (
     Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk, tokens"),
     Flag("--num-threads", "engine.num_threads", int, "torch threads per worker; 0 = cores / workers"),
     Flag("--ucx-tls", "kv.ucx_tls", str, "UCX transports, such as tcp or posix,sysv,self"),
+    Flag("--tls-dir", "tls_dir", str, "certificates for mTLS inside, see docs/security.md; none = plain text"),
     Flag("--drain-s", "router.drain_s", float, "longest wait for running calls at the end"),
 )
 

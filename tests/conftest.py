@@ -1,15 +1,37 @@
-"""For the whole test session: nothing that tests start may outlive them."""
+"""For the whole test session: nothing that tests start may outlive them; and the certificates of two clusters."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cluster_certificates import Authority
+
 SETTLE_S = 10.0  # what was told to end may need a moment
+
+
+@pytest.fixture(scope="session")
+def made_certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    """Made once: openssl takes a quarter of a second. For tests marked `needs_openssl`."""
+    folder = tmp_path_factory.mktemp("certificates")
+    return Authority.make(folder / "ours"), Authority.make(folder / "theirs")
+
+
+@pytest.fixture
+def authority(made_certificates: tuple[Authority, Authority], tmp_path: Path) -> Authority:
+    """Of our cluster, to be spoilt at will."""
+    return made_certificates[0].copy(tmp_path / "ours")
+
+
+@pytest.fixture
+def stranger(made_certificates: tuple[Authority, Authority], tmp_path: Path) -> Authority:
+    """Of another cluster."""
+    return made_certificates[1].copy(tmp_path / "theirs")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -15,6 +15,7 @@ import grpc.aio
 
 from baton.errors import BatonError
 from baton.ids import new_epoch
+from baton.peer_trust import PLAIN, PeerTrust
 from baton.v1 import serving_pb2, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, error_to_pb
 
@@ -62,8 +63,10 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         max_model_len: int = 2048,
         fingerprint: str = "f" * 32,
         port: int = 0,
+        trust: PeerTrust = PLAIN,
     ) -> None:
         self.worker_id = worker_id
+        self._trust = trust
         self.role = role
         self.epoch = new_epoch()
         self.script = Script()
@@ -97,7 +100,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        port = self._trust.listen(self._server, "127.0.0.1", self._port)
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
         return self
@@ -311,7 +314,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self._say(seq, worker_pb2.SessionEvent(ended=ended))
 
 
-async def start_pair(**settings: int) -> tuple[StubWorker, StubWorker]:
+async def start_pair(**settings: object) -> tuple[StubWorker, StubWorker]:
     """A prefill and a decode stub that know each other."""
     prefill = await StubWorker("p0", worker_pb2.ROLE_PREFILL, **settings).start()  # type: ignore[arg-type]
     decode = await StubWorker("d0", worker_pb2.ROLE_DECODE, **settings).start()  # type: ignore[arg-type]

@@ -46,6 +46,7 @@ def worker_config(
     max_queued_seqs: int = 1_024,
     outbox_bytes: int = 4 << 20,
     port: int = 0,
+    tls_dir: str = "",
     **kv: object,
 ) -> WorkerConfig:
     """A worker of this process; `kv` are fields of KVTransferConfig."""
@@ -53,6 +54,7 @@ def worker_config(
         worker_id,
         role=role,
         port=port,
+        tls_dir=tls_dir,
         outbox_bytes=outbox_bytes,
         engine=EngineConfig(chunk_tokens=64, max_queued_seqs=max_queued_seqs),
         kv=dataclasses.replace(KVTransferConfig(transport="loopback"), **kv),  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import grpc
 
+from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.request import Request, SamplingParams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, request_to_pb
@@ -16,8 +17,9 @@ PATIENCE_S = 60.0  # generous: tests wait for behaviour, they do not time it
 
 
 class SessionClient:
-    def __init__(self, address: str, router_epoch: int) -> None:
+    def __init__(self, address: str, router_epoch: int, trust: PeerTrust = PLAIN) -> None:
         self._address = address
+        self._trust = trust
         self.router_epoch = router_epoch
         self.opened: worker_pb2.Opened | None = None
         self.load = worker_pb2.Load()
@@ -26,6 +28,7 @@ class SessionClient:
         self.logprobs: dict[int, dict[int, tuple[float, list[int]]]] = {}  # seq -> index -> (logprob, top ids)
         self.ended: dict[int, worker_pb2.Ended] = {}
         self.refused: dict[int, worker_pb2.ErrorInfo] = {}
+        self.lost: dict[int, worker_pb2.ErrorInfo] = {}  # handoffs
         self.cached: set[bytes] = set()
         self.cache_generation = -1
         self.num_cache_deltas = 0
@@ -34,7 +37,7 @@ class SessionClient:
         self._changed = asyncio.Condition()
 
     async def __aenter__(self) -> SessionClient:
-        self._channel = grpc.aio.insecure_channel(self._address)
+        self._channel = self._trust.channel(self._address, Part.WORKER)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         await self.until(lambda: self.opened is not None)
         return self
@@ -115,6 +118,8 @@ class SessionClient:
             self._on_ended(event.ended)
         elif kind == "refused":
             self.refused[event.refused.seq] = event.refused.error
+        elif kind == "handoff_lost":
+            self.lost[event.handoff_lost.seq] = event.handoff_lost.error
         elif kind == "links":
             self.links = {link.peer.worker_id: link for link in event.links.links}
         elif kind == "cache_delta":
