@@ -362,11 +362,11 @@ class Fleet:
 
     async def close(self) -> None:
         """Close every Session."""
-        if self._settling is not None:
-            self._settling.cancel()
         for key in list(self._endpoints):
             self._close(key)
         await asyncio.gather(*self._closing)
+        if self._settling is not None:
+            self._settling.cancel()
 
     @property
     def endpoints(self) -> list[Endpoint]:

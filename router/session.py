@@ -34,6 +34,8 @@ from router.prefix_index import PrefixIndex, PrefixRoot, WorkerPrefixes
 log = get_log("router.session")
 
 MIN_BACKOFF_S = 0.1  # first retry: a restarting gRPC server answers within one heartbeat (0.5 s, DESIGN section 5)
+# Until `Opened` comes. A worker that only starts is not lost, and a router that meets a thousand at once is slow itself.
+CONNECT_S = 10.0
 MAX_BACKOFF_S = 2.0  # a worker that returns is seen within the 5 s of the peer-restart cases
 MAX_MESSAGE_BYTES = 64 << 20  # a Step with 20 logprobs for 64 sequences is under 1 MiB; a Request of 1M ids is 5 MiB
 
@@ -218,7 +220,7 @@ class WorkerSession:
         Time in which our own loop stood still is not the worker's silence: what it said meanwhile is not read yet.
         """
         heartbeat_s = self._liveness.heartbeat_s
-        while time.monotonic() - self._heard_s < self._liveness.silence_s:
+        while time.monotonic() - self._heard_s < (self._liveness.silence_s if self.view else CONNECT_S):
             beat = worker_pb2.Heartbeat(sent_ns=time.monotonic_ns(), want_kv=self._want_kv)
             self._send(worker_pb2.SessionRequest(heartbeat=beat))
             before_s = time.monotonic()
@@ -229,9 +231,12 @@ class WorkerSession:
         cancel_call()
 
     def _silence(self) -> str:
+        if self.view is None:
+            return f"it did not open the Session within {CONNECT_S:g} s"
         return f"no answer to {self._liveness.missed_heartbeats} heartbeats of {self._liveness.heartbeat_s:g} s"
 
     def _lose(self, reason: str) -> None:
+        changed = self.view is not None or self.reason != reason
         self.view = None
         self.reason = reason
         for answer in self._finds.values():
@@ -240,7 +245,8 @@ class WorkerSession:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.put(WorkerGone(self.worker_id, reason))
-        self._on_change()
+        if changed:  # thousands that cannot be reached say so once
+            self._on_change()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
