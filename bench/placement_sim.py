@@ -5,9 +5,10 @@
 Routers are real: WorkerTable, Ledger, PrefixIndex, `look`, `choose` and `plan`, as router/fleet.py uses them, one set per
 router. Workers are queues with the step times of Llama-3.1-8B FP8 on an H200, fitted to measured ones (traces README,
 calibration/dynamo_h200): a prefill worker computes one prompt after the other, a decode worker steps all of its sequences
-together, each caches whole 512-token blocks, least recently used out first. Reports of load and cache reach routers every
-REPORT_S, and at once where worker/load_news.py says so. KV moves at the wire's rate and is waited for. What is left out: chunks of several prompts in one step, preemption,
-failures, the cost of routing itself. Times are the model's, not a measurement on GPUs. Pure but for reading the trace.
+together and stands still while it computes a prompt; each caches whole 512-token blocks, least recently used out first. Reports
+of load and cache reach routers every REPORT_S, and of load at once where worker/load_news.py says so. KV moves at the wire's
+rate and is waited for. What is left out: chunks of several prompts in one step, preemption, failures, the cost of routing
+itself. Times are the model's, not a measurement on GPUs. Pure but for reading the trace.
 """
 
 from __future__ import annotations

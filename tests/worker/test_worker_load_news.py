@@ -41,13 +41,15 @@ class Mute(SessionClient):
 
 async def test_a_router_without_sequences_hears_of_what_another_gave_the_worker() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
-    async with (
-        running(worker),
-        Mute(worker.server.address, OTHER_EPOCH) as other,
-        SessionClient(worker.server.address, EPOCH) as router,
-    ):
-        for n in range(4):
-            router.submit(request(EPOCH << 32 | n, [20 + (i + n) % 900 for i in range(700)], 2, ignore_eos=True))
-        await other.until(lambda: max(other.told_tokens, default=0) >= NEWS_TOKENS)
-        await other.until(lambda: other.told_tokens[-1] < NEWS_TOKENS)
-        await router.until(lambda: len(router.ended) == 4)
+    async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
+        other = Mute(worker.server.address, OTHER_EPOCH)
+        async with other:
+            await share_news(router, other)
+
+
+async def share_news(router: SessionClient, other: Mute) -> None:
+    for n in range(4):
+        router.submit(request(EPOCH << 32 | n, [20 + (i + n) % 900 for i in range(700)], 2, ignore_eos=True))
+    await other.until(lambda: max(other.told_tokens, default=0) >= NEWS_TOKENS)
+    await other.until(lambda: other.told_tokens[-1] < NEWS_TOKENS)
+    await router.until(lambda: len(router.ended) == 4)
