@@ -58,7 +58,7 @@ from router.fleet import Endpoint, Fleet, Placed
 from router.holds import Hold
 from router.placement import Demand, NoPlace
 from router.prefix_index import Hashes
-from router.retry_budget import RetryBudget
+from router.retry_budget import REFILL_S, RetryBudget
 
 log = get_log("router.handoff")
 
@@ -188,6 +188,9 @@ class Sequences:
                 avoid |= {attempt.blamed}
                 if num_failed > self._max_retries or not self._may_move(attempt, avoid, report, error):
                     raise
+                if not self._budget.take(time.monotonic()):
+                    message = f"{error.message}; too many sequences are being started again to try this one"
+                    raise Unavailable(message, retry_after_s=REFILL_S) from error
                 log.warning(
                     "sequence_moved",
                     request_id=job.request.request_id,
@@ -224,7 +227,12 @@ class Sequences:
             tpot_ms=job.tpot_ms,
             deadline_s=max(0.0, job.deadline_s - time.monotonic()),
         )
-        placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+        try:
+            placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+        except Unavailable as error:
+            if time.monotonic() < job.deadline_s:
+                raise
+            raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         request = replace(request, seq=next(self._seqs))
         return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
 
@@ -238,7 +246,7 @@ class Sequences:
             other = self._fleet.find_place(attempt.demand, avoid)
             if isinstance(other, NoPlace) or avoid & {other.prefill.worker_id, other.decode.worker_id}:
                 return False
-        return self._budget.take(time.monotonic())
+        return True
 
 
 def continued(request: Request, token_ids: list[int]) -> Request:

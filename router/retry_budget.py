@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 PER_S = 10.0  # Finagle: RetryBudget.apply, minRetriesPerSec
 PER_FINISHED = 0.2  # the same, percentCanRetry
 DEATHS = 2
+REFILL_S = 1.0  # when to come back to an empty bucket: PER_S retries are in it by then
 
 
 @dataclass(slots=True)
