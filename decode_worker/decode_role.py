@@ -107,9 +107,14 @@ class DecodeRole:
         return False  # nothing is handed over from here
 
     def on_router_lost(self, router_epoch: int) -> None:
+        """Its Session here has ended. Where it lives on, prefill has a ticket's KV, and may ship it to another worker."""
         for seq, decode in list(self._open.items()):
-            if decode.request.router_epoch == router_epoch:
+            if decode.request.router_epoch != router_epoch:
+                continue
+            if decode.state is State.RUNNING:
                 self.on_cancel(seq)
+            else:
+                self._give_up(decode, Unavailable("the call's router has lost its session with this decode worker"))
 
     def _refusal(self) -> BatonError | None:
         refusal = self._ports.refusal(RoleKind.DECODE)

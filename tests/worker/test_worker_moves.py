@@ -7,6 +7,7 @@ import threading
 import time
 
 import grpc
+import pytest
 
 from baton.request import Request, SamplingParams
 from baton.v1 import worker_pb2
@@ -20,6 +21,7 @@ S = LAYOUT.block_size
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 PROMPT = [(13 * i) % 900 + 20 for i in range(100)]
 STEP_S = 0.002  # so that a long answer is still running when the test looks
+CHUNK_S = 0.04  # and a long prompt is still computed when a worker has been stopped
 
 
 def seq(n: int) -> int:
@@ -28,6 +30,10 @@ def seq(n: int) -> int:
 
 def slow(_: Batch) -> None:
     time.sleep(STEP_S)
+
+
+def slow_chunks(_: Batch) -> None:
+    time.sleep(CHUNK_S)
 
 
 def slow_worker(worker_id: str, role: str) -> ScriptedWorker:
@@ -151,6 +157,39 @@ async def test_a_sequence_cancelled_on_a_draining_worker_goes_on_elsewhere_with_
         assert [tokens[i] for i in range(300)] == answer(PROMPT, GREEDY, 300)
         assert await drain(old, threading.Event(), 60.0)
         await until(lambda: not (prefill.runner.faults or old.runner.faults or new.runner.faults))
+
+
+@pytest.mark.parametrize("tells", ["the prefill worker", "the router"])
+async def test_a_decode_worker_that_goes_in_mid_transfer_is_replaced_and_nothing_is_computed_twice(tells: str) -> None:
+    prefill, old, new = (
+        slow_worker("p", "prefill"),
+        ScriptedWorker(worker_config("old", "decode")),
+        ScriptedWorker(worker_config("new", "decode")),
+    )
+    prefill.runner.before_run = slow_chunks
+    long_prompt = [(13 * i) % 900 + 20 for i in range(1_500)]  # 24 chunks: it is still being computed when decode goes
+    async with (
+        running(prefill, old, new),
+        SessionClient(prefill.server.address, EPOCH) as at_prefill,
+        SessionClient(new.server.address, EPOCH) as at_new,
+    ):
+        async with SessionClient(old.server.address, EPOCH):
+            at_prefill.send(peers=worker_pb2.Peers(decode=[old.peer, new.peer]))
+            at_prefill.submit(request(seq(1), long_prompt, 5, ignore_eos=True), old.peer)
+            await until(lambda: old.server._host.load().kv_bytes_received > 0)
+        assert prefill.runner.num_tokens_run < len(long_prompt)
+        await asyncio.to_thread(old.server.stop)
+        if tells == "the prefill worker":
+            await at_prefill.until(lambda: seq(1) in at_prefill.lost)
+        at_prefill.send(reroute=worker_pb2.Reroute(seq=seq(1), decode=new.peer, serial=1))
+        await at_prefill.until(lambda: seq(1) in at_prefill.ended)
+        ended = at_prefill.ended[seq(1)]
+        assert (ended.outcome, ended.stats.computed_tokens) == (worker_pb2.OUTCOME_HANDED_OFF, len(long_prompt))
+        await at_new.until(lambda: seq(1) in at_new.ended)
+        tokens = at_prefill.tokens[seq(1)] | at_new.tokens[seq(1)]
+        assert [tokens[i] for i in range(5)] == answer(long_prompt, GREEDY, 5)
+        assert prefill.runner.num_tokens_run == len(long_prompt)
+        assert new.runner.faults == []
 
 
 async def test_a_worker_whose_every_step_fails_says_so_to_each_call_and_stays() -> None:
