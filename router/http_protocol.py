@@ -162,6 +162,11 @@ class Exchange:
         """While watching, hear that the client fell behind, caught up or left: `behind` and `gone` say which."""
         self._on_pace = on_pace
 
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Call back in the next turn of the loop, after all that this one wakes."""
+        loop = self._protocol.loop
+        loop.call_soon(loop.call_soon, callback)
+
     def head(self, status: int, fields: bytes) -> bytes:
         """Status line and headers, to be written with the body's beginning. `fields`: lines with their CRLF, which name
         Content-Length unless the body has an unknown length."""

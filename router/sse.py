@@ -1,6 +1,7 @@
 """A call's answer as server-sent events, written token by token without a task switch.
 
-    not begun   nothing is written, so an error can still be an HTTP status; the head goes out with the first token
+    not begun   nothing is written, so an error can still be an HTTP status; the head goes out with the first token, and the
+                last token with the end of the answer, if that comes in the same turn of the loop
     fast        a token of whole characters becomes a chunk by joining byte strings: the chunk's beginning and end, built
                 once per choice out of the reply's own JSON, around the token's text as the table has it
     slow        everything else, by the same reply: the first token and the last, logprobs, token ids, and text that the
@@ -77,9 +78,15 @@ class SseStream:
         return sink
 
     def put(self, event: Piece | ChoiceFinished) -> None:
-        ends = isinstance(event, ChoiceFinished)
-        self._num_open -= ends
-        if self.exchange.behind or (ends and not self._num_open):  # the last end goes out with what follows it
+        """Write the event, now or with what is about to follow it."""
+        if isinstance(event, ChoiceFinished):
+            self._num_open -= 1
+            waits = not self._num_open or bool(self._backlog)
+        elif event.token is None:
+            waits = bool(self._backlog)  # behind the choice's last token
+        elif waits := event.token.finish is not FinishReason.NONE and not self.exchange.behind:
+            self.exchange.soon(self._flush)  # the end mostly comes in the worker's same message
+        if waits or self.exchange.behind:
             self._wait(event)
         else:
             self._write(self._event(event if isinstance(event, ChoiceFinished) else Pieces(event.choice, (event,))))
@@ -93,9 +100,12 @@ class SseStream:
         """Say why the stream ends here, without [DONE]."""
         self._write(self._take_backlog() + as_event(error_body(error)), last=True)
 
-    def _pace_changed(self) -> None:
+    def _flush(self) -> None:
         if self._backlog and not self.exchange.behind:
             self._write(self._take_backlog())
+
+    def _pace_changed(self) -> None:
+        self._flush()
         for choice in self._choices:
             choice.choose_way()
 
@@ -170,7 +180,7 @@ class SseChoice:
 
     def _any_token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
         stream = self._stream
-        if self._begun and stream.uniform and stream.flows and (self._begin or (not finish and self._has_frame())):
+        if self._begun and not finish and stream.uniform and stream.flows and (self._begin or self._has_frame()):
             text = json_inside(self._text.push(token_id, finish))
             self._write(b"".join((b"%x\r\n" % (self._fixed_bytes + len(text)), self._begin, text, self._end)))
         else:

@@ -37,6 +37,7 @@ class FakeExchange:
     cut_off: bool = False
     writes: list[bytes] = field(default_factory=list)
     on_pace: Callable[[], object] = lambda: None
+    next_turn: list[Callable[[], object]] = field(default_factory=list)
 
     def write(self, data: bytes) -> None:
         assert not self.ended
@@ -50,6 +51,9 @@ class FakeExchange:
 
     def cut(self) -> None:
         self.cut_off = True
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        self.next_turn.append(callback)
 
     def when_pace_changes(self, on_pace: Callable[[], object]) -> None:
         self.on_pace = on_pace
@@ -179,9 +183,25 @@ def test_an_http_1_0_client_gets_the_events_without_chunks(answer: Answer) -> No
 def test_the_usual_token_is_one_write_and_so_are_head_and_first_token_and_all_that_ends_the_answer() -> None:
     exchange = FakeExchange()
     Answer(chat=True, tokens=tuple((0, 0) for _ in range(10))).run(exchange, uniform=True)
-    assert len(exchange.writes) == 11
+    assert len(exchange.writes) == 10
     assert exchange.writes[0].startswith(b"HEAD")
     assert exchange.writes[-1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_last_token_whose_end_does_not_come_at_once_does_not_wait_for_it() -> None:
+    exchange = FakeExchange()
+    reply = CompletionReply(Wording("id", "model", "default", lambda: "f" * 32), TABLE)
+    stream = SseStream(exchange, "id", reply, TABLE, 1 << 20, True)  # type: ignore[arg-type]  # a fake
+    sink = stream.choice(0, TextStream(TABLE))
+    sink.token(0, 0, FinishReason.NONE, None)
+    sink.token(1, 9, FinishReason.LENGTH, None)
+    assert b" now" not in b"".join(exchange.writes)
+    for callback in exchange.next_turn:
+        callback()
+    assert b" now" in exchange.writes[-1]
+    sink.end(FinishReason.LENGTH)
+    stream.finish(CallDone(Usage(1, 2, 0), Timings()), include_usage=False)
+    assert said(events_of(exchange.body)) == {0: (" the now", [], "length")}
 
 
 def test_a_client_that_leaves_more_waiting_than_it_may_is_cut_off() -> None:
