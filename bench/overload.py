@@ -30,7 +30,7 @@ PROMPT_TOKENS, PROMPT_SIGMA, MAX_PROMPT_TOKENS = 1_500, 1.0, 32_000
 OUTPUT_TOKENS, OUTPUT_SIGMA, MAX_OUTPUT_TOKENS = 129, 0.8, 2_000
 WARM_S = 15.0  # at the start of a run, of which nothing is said: longer than nearly every answer
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0)
-BOUNDS = Bounds(max_inflight=100_000, max_queued=1_024, max_queued_tokens=8_000_000, window_s=0.02)  # RouterConfig's
+BOUNDS = Bounds(max_inflight=100_000, max_queued=1_024, max_queued_tokens=8_000_000, window_s=0.01)  # RouterConfig's
 # Where decode is short: quick prefill, slow steps, a tight target; 31 sequences a worker keep 0.85 x 30 ms.
 DECODE_SHAPE = Shape(num_decode=2, step_s=0.010, step_s_per_seq=0.0005)
 DECODE_SLO = replace(INTERACTIVE, tpot_ms=30.0)

@@ -32,10 +32,13 @@ MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
 MAX_RETRY_AFTER_S = 60.0  # of an appointment: nobody knows the load of the minute after
 FIRST_GUESS_S = 5.0  # of a call's length before any has ended: 50 tokens at the interactive class's 100 ms
 SMOOTHING = 0.1  # of exponential means: about the last 20 calls
-MARGIN = 0.8  # of the spare time that a forecast wait may use; the rest is for its error. measured: docs/overload.md
+MARGIN = 0.7  # of the spare time that a forecast wait may use; the rest is for its error. measured: docs/overload.md
 PACE_S = 5.0  # of lanes' busy time, in which what was learned of their pace fades
 PACE_BOUNDS = (0.1, 10.0)  # of real to reported rate: beyond them one of the two is a fault, not a measurement
 SWEEP_S = 0.05  # how often the queue is searched for calls that can no longer make it: half of the 100 ms of case O1
+# How long those who wait stay here while no worker is ready, in place of all going to the first that returns. A killed worker
+# answers again after 9 s (DESIGN section 10); for longer, placement waits, or says why it does not.
+HOLD_S = 10.0
 CREDIT_S = 5.0  # of its share that a tenant may have left unused and take later. measured: docs/overload.md
 OUTPUT_WEIGHT = 2.0  # of an output token against a prompt token; VTC section 5, after common prices
 
@@ -108,6 +111,7 @@ class Admission:
         self._rates: dict[str, float] = {}  # by prefill worker, as reported
         self._lanes = Lanes()
         self._decodes: list[WorkerLoad] = []
+        self._ready_s = -math.inf  # when a worker of each kind was last ready
         self._num_decoding = 0
         self._seats: dict[float, Seats] = {}  # by TPOT target; since the last `observe`
         self._num_taken = 0  # seats, likewise
@@ -148,6 +152,12 @@ class Admission:
         self._step_s = sum(load.step_s for load in self._decodes) / max(1, len(self._decodes))
         self._num_decoding = sum(load.num_seqs for load in self._decodes)
         self._seats, self._num_taken = {}, 0
+        if self._is_ready:
+            self._ready_s = now_s
+
+    @property
+    def _is_ready(self) -> bool:
+        return bool(len(self._lanes) and self._decodes)
 
     def _given(self, now_s: float) -> dict[str, tuple[float, float]]:
         """By worker: when it is done with what this router gave it, one after the other since it could begin, and how many
@@ -197,7 +207,7 @@ class Admission:
             return shed
         self.num_seqs += turn.num_seqs
         credit = self._credit(turn.tenant)
-        if not self.queue and self._fits(turn, now_s):
+        if not self._is_ready or (not self.queue and self._fits(turn, now_s)):
             self._appointments.clear()  # who was told a time did not come: there is room now
             self.queue.pass_by(turn, credit)
             self._release(turn, now_s)
@@ -316,9 +326,9 @@ class Admission:
         return released, shed
 
     def _fits(self, turn: Turn, now_s: float) -> bool:
-        """Whether a lane and a seat are there. Where no worker of a kind is ready, placement waits for one, or says why not."""
-        if not len(self._lanes) or not self._decodes:
-            return True
+        """Whether a lane and a seat are there."""
+        if not self._is_ready:
+            return now_s - self._ready_s > HOLD_S
         if self._lanes.free_s > now_s + self.bounds.window_s:
             return False
         return self._seats_for(turn.class_tpot_s).num_free >= 1  # of n answers the others may wait for theirs

@@ -30,8 +30,8 @@ from router.handoff import SequenceReport
 from router.quota import Quotas
 from router.tenants import Tenant
 
-PUMP_S = 0.01  # half of the default window: a lane that nobody told us is free gets work before it runs dry
-OBSERVE_S = 0.005  # between looks at the fleet, at least: half of a pump
+PUMP_S = 0.005  # half of the default window: a lane that nobody told us is free gets work before it runs dry
+OBSERVE_S = 0.0025  # between looks at the fleet, at least: half of a pump
 OBSERVE_SHARE = 0.02  # of the loop's time for looking
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Turn
+from router.admission import HOLD_S, MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Turn
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.tenants import OPEN, Tenant
 
@@ -107,11 +107,22 @@ def test_where_nobody_is_ready_placement_has_the_word() -> None:
         assert let_in(policy, turn()).released_s == 0.0
 
 
+def test_those_who_wait_are_kept_through_a_short_outage_and_not_for_ever() -> None:
+    policy = Admission(bounds(by_forecast=False))
+    policy.observe((prefill(), decode()), 0.0)
+    _, second, third = (let_in(policy, turn(1_000)) for _ in range(3))
+    for ready in ((), (prefill(),), (decode(),)):
+        policy.observe(ready, 5.0)
+        assert policy.due(5.0) == ([], [])
+        assert let_in(policy, turn(since_s=5.0), 5.0).released_s == 5.0  # placement says why nobody serves it
+    assert policy.due(HOLD_S + 0.1) == ([second, third], [])
+
+
 def test_a_wait_that_would_miss_the_target_is_shed_with_the_time_at_which_it_would_not() -> None:
     policy = admission()
-    for _ in range(15):
+    for _ in range(13):
         let_in(policy, turn(100))
-    shed = policy.arrive(turn(100), 0.0)  # 1.5 s of work, of which 0.8 x 1.9 s may be waited
+    shed = policy.arrive(turn(100), 0.0)  # 1.3 s of work; 0.7 x 1.9 s may be waited
     assert shed is None
     shed = policy.arrive(turn(100), 0.0)
     assert shed is not None
@@ -122,7 +133,7 @@ def test_a_wait_that_would_miss_the_target_is_shed_with_the_time_at_which_it_wou
 
 def test_who_comes_back_when_told_is_let_in() -> None:
     policy = admission()
-    first, *_ = (let_in(policy, turn(100)) for _ in range(16))
+    first, *_ = (let_in(policy, turn(100)) for _ in range(14))
     first.worker = "p0"
     hints = []
     for _ in range(40):
@@ -151,7 +162,7 @@ def test_who_comes_back_when_told_is_let_in() -> None:
 
 def test_a_hint_never_promises_more_than_a_minute() -> None:
     policy = admission()
-    for _ in range(16):
+    for _ in range(14):
         let_in(policy, turn(100))
     hints = [shed.retry_after_s for _ in range(3_000) if (shed := policy.arrive(turn(100), 0.0))]
     assert hints[-1] == MAX_RETRY_AFTER_S
@@ -270,7 +281,7 @@ def test_a_call_that_wants_quicker_tokens_than_there_are_is_shed_and_holds_nobod
 
 def test_what_was_accepted_before_goes_on_whatever_the_forecast() -> None:
     policy = admission()
-    for _ in range(16):
+    for _ in range(14):
         let_in(policy, turn(100))
     resumed = turn(5_000)
     resumed.was_accepted = True
