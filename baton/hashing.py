@@ -6,6 +6,7 @@ Only whole blocks are hashed. Source: DESIGN section 5.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from array import array
@@ -16,6 +17,7 @@ HASH_BYTES = 16
 ID_BYTES = 4  # of a packed token id
 
 
+@functools.lru_cache(maxsize=4_096)  # asked for by every call: a thousand tenants of a few models
 def root_hash(fingerprint: str, kv_dtype: str, tenant_salt: bytes = b"") -> BlockHash:
     """The parent of every first block."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES, person=b"baton-root")
