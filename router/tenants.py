@@ -41,6 +41,7 @@ MAX_PRIORITY = 100  # router/validate.py
 NO_LIMIT = math.inf
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # it becomes a metric's label
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SETTING = re.compile(r"[a-z_]{1,20}")
 _BEARER = "bearer "
 
 
@@ -150,7 +151,7 @@ def parse_keys(texts: Sequence[str]) -> KeyRing:
 def _entries(text: str) -> Sequence[object]:
     try:
         data = yaml.load(text, Loader=yaml.CSafeLoader)
-    except yaml.YAMLError as error:  # its own message quotes the file
+    except (yaml.YAMLError, ValueError) as error:  # their own messages quote the file; a month 13 is a ValueError
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         raise ConfigError(
             f"the API key file is neither YAML nor JSON{f' in line {mark.line + 1}' if mark else ''}",
@@ -167,13 +168,16 @@ def _parsed(where: str, entry: object) -> tuple[bytes, Tenant]:
         raise ConfigError(f"{where} is no map of settings", field="api_keys_file")
     settings = {str(name): value for name, value in entry.items()}
     name, sha256 = settings.pop("name", None), settings.pop("sha256", None)
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == OPEN.name:
-        raise _wrong(where, "name", f"must match {_NAME.pattern} and not be {OPEN.name!r}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == OPEN.name or name.startswith(KEY_PREFIX):
+        raise _wrong(where, "name", f"must match {_NAME.pattern}, not be {OPEN.name!r} and not start like a key")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise _wrong(where, "sha256", "must be 64 hexadecimal digits in lower case")
     known = {field.name for field in fields(Tenant)} - {"name"}
     for setting in settings.keys() - known:
-        raise _wrong(where, setting, f"is no setting; those are {', '.join(sorted(known))}")
+        shown = (
+            setting if _SETTING.fullmatch(setting) else "something"
+        )  # else: who mistakes a line may have put a key there
+        raise _wrong(where, shown, f"is no setting; those are {', '.join(sorted(known))}")
     tenant = Tenant(name, max_priority=0)
     return bytes.fromhex(sha256), replace(tenant, **{key: _value(where, key, value) for key, value in settings.items()})
 

@@ -16,7 +16,6 @@ import asyncio
 import enum
 import secrets
 import time
-import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -122,7 +121,7 @@ class PeerLink:
         if isinstance(failure, grpc.aio.AioRpcError):
             error: BatonError = WorkerLost(f"link to {self.peer.worker_id} failed: {why_failed(failure)}")
         else:  # a defect of a role: it ends this stream and its transfers, not the worker
-            log.error("link_failed", peer=self.key, traceback="".join(traceback.format_exception(failure)))
+            log.exception("link_failed", failure, peer=self.key)
             error = Internal("a message of the link could not be handled")
         self.error = self.error or error
 
