@@ -322,13 +322,19 @@ class Sim:
 
     def run(self, rows: Sequence[TraceRow]) -> None:
         for row in rows:
-            self.at(row.at_s, lambda row=row: self._arrive(row, self._rng.choice(self.routers)))  # type: ignore[misc]
+            self.at(row.at_s, lambda row=row: self._arrive(row, self._router_of(row)))  # type: ignore[misc]
         self._num_open = len(rows)
         self._last_arrival_s = rows[-1].at_s
         self.at(0.0, lambda: self._report(0.0))
         while self._events and self._num_open:
             self.now_s, _, act = heapq.heappop(self._events)
             act()
+
+    def _router_of(self, row: TraceRow) -> SimRouter:
+        """Turns of a conversation, told apart by their second block, come over one connection and so to one router."""
+        if len(row.block_ids) < 2:
+            return self._rng.choice(self.routers)
+        return self.routers[hash(row.block_ids[:2]) % len(self.routers)]
 
     def _arrive(self, row: TraceRow, router: SimRouter) -> None:
         choice, made = router.place(row)
