@@ -38,7 +38,7 @@ from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
 from router.prefix_index import Hashes
-from router.resume import ResumableCalls, Resumed, replay, resumption
+from router.resume import ResumableCalls, Resumed, ResumePoint, replay, resumption
 from router.retry_budget import RetryBudget
 from router.slo_watch import SloWatch
 from router.tenants import Tenant
@@ -112,10 +112,10 @@ class Call:
         Raises:
             BatonError: the call failed; the audience may have heard a part of it.
         """
-        if self._failure is not None:
-            raise self._failure
-        self._teller = asyncio.current_task()
         try:
+            if self._failure is not None:
+                raise self._failure
+            self._teller = asyncio.current_task()
             if len(self.reports) == 1:
                 await self._serve(self, 0, audience)
             else:
@@ -123,7 +123,7 @@ class Call:
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
-            self._teller.uncancel()
+            _uncancel()
             raise self._failure from None
         finally:
             self._teller = None
@@ -176,8 +176,11 @@ class Call:
         self._reader = None
         if self._patience is not None:
             self._patience.cancel()
-        if self._telling is not None:
-            await _cancel([self._telling])
+        try:
+            if self._telling is not None:
+                await _cancel([self._telling])
+        finally:
+            self.told.set()  # also where it never came to be served
 
     async def _tell_outbox(self) -> None:
         try:
@@ -447,6 +450,7 @@ class Calls:
         sink = audience.choice(choice, text)
         leads = choice == 0 and len(call.reports) > 1
         report = call.reports[choice]
+        point = call.resumed.points[choice] if call.resumed is not None else ResumePoint()
         job = SequenceJob(
             request,
             call.deadline_s,
@@ -456,12 +460,12 @@ class Calls:
             tpot_ms=call.slo.tpot_ms,
             prefer=prefer,
             hashes=call.hashes,
+            fingerprint=point.fingerprint,
         )
         try:
-            if call.resumed is not None:
-                replay(call.resumed.points[choice], text, sink, report)
-                if report.token_ids:
-                    call.leader_began.set()
+            replay(point, text, sink, report)
+            if report.token_ids:
+                call.leader_began.set()
             if not report.finish:
                 await self._sequences.serve(job, _Leader(sink, call.leader_began) if leads else sink, report)
             if text.stop_match is not None:

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.errors import AlreadyExists, BatonError, Cancelled, InvalidRequest, NotFound, Unavailable, WorkerLost
 from baton.request import FinishReason, Logprobs, Request, Resumption
@@ -24,9 +24,8 @@ from baton.wire import request_from_pb
 from router.call_events import ChoiceSink
 from router.call_spec import CallLabels, CallSpec, SamplingSpec, TokenPrompt
 from router.detokenizer import TextStream
-from router.fleet import Fleet
+from router.fleet import Endpoint, Fleet
 from router.handoff import SequenceReport
-from router.session import WorkerSession
 
 FIND_S = 1.0  # a worker that lives answers within a step; half of the time for which the others hold the call for us
 RETRY_S = 1.0  # by then a claim of another router has run out, or its attempt has begun
@@ -49,6 +48,7 @@ class ResumePoint:
 
     known: tuple[KnownToken, ...] = ()
     num_shown: int = 0  # of these, that the client has
+    fingerprint: str = ""  # of the only model that may go on: the one that made them; "" = any
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class FoundCall:
     request: Request
     ttl_s: float | None  # what is left of its deadline; None: nobody knows
     answers: tuple[tuple[KnownToken, ...], ...]  # per choice
+    fingerprints: tuple[str, ...]  # of the model that each answer was last given to
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,13 @@ def resumption(spec: CallSpec, tenant: str, slo_class: str) -> Resumption | None
     )
     window_s = spec.resume_window_s or DEFAULT_WINDOW_S
     return Resumption(call_key(tenant, labels.request_id), window_s, state.SerializeToString())
+
+
+class Told(NamedTuple):
+    """What one worker keeps of one sequence."""
+
+    fingerprint: str  # of the worker's model
+    sequence: worker_pb2.ParkedSequence
 
 
 class Running(Protocol):
@@ -158,22 +166,20 @@ class ResumableCalls:
 
 async def find_call(fleet: Fleet, key: bytes) -> FoundCall:
     """Raises: NotFound; Unavailable, where a worker could not be asked or another router is about to go on with it."""
-    sessions = sorted(
-        (e.session for e in fleet.endpoints), key=lambda session: (session.view is None, session.worker_id)
-    )
+    endpoints = sorted(fleet.endpoints, key=lambda endpoint: (endpoint.session.view is None, endpoint.worker_id))
     # The first one alone: of several routers that ask at once, one gets its claim, and the others claim nothing anywhere.
-    answers = [await _ask(session, key) for session in sessions[:1]]
-    answers += await asyncio.gather(*(_ask(session, key) for session in sessions[1:]))
-    if sequences := [seq for call in answers if isinstance(call, worker_pb2.ParkedCall) for seq in call.sequences]:
-        return join(sequences)
+    answers = [await _ask(endpoint, key) for endpoint in endpoints[:1]]
+    answers += await asyncio.gather(*(_ask(endpoint, key) for endpoint in endpoints[1:]))
+    if told := [told for answer in answers if not isinstance(answer, WorkerLost) for told in answer]:
+        return join(told)
     if lost := next((answer for answer in answers if isinstance(answer, WorkerLost)), None):
         raise Unavailable(f"the call is not known where one could ask: {lost}", retry_after_s=RETRY_S)
     raise NotFound("no such call can be resumed: its window is over, or it never was resumable", field="request_id")
 
 
-async def _ask(session: WorkerSession, key: bytes) -> worker_pb2.ParkedCall | WorkerLost:
+async def _ask(endpoint: Endpoint, key: bytes) -> list[Told] | WorkerLost:
     """Raises: Unavailable, where another router has the call."""
-    data = b""
+    session, data = endpoint.session, b""
     try:
         async with asyncio.timeout(FIND_S):
             while True:
@@ -182,7 +188,8 @@ async def _ask(session: WorkerSession, key: bytes) -> worker_pb2.ParkedCall | Wo
                     raise Unavailable("another router is about to resume the call", retry_after_s=RETRY_S)
                 data += found.data
                 if len(data) >= found.total_bytes:
-                    return worker_pb2.ParkedCall.FromString(data)
+                    fingerprint = endpoint.opened.fingerprint if endpoint.opened is not None else ""
+                    return [Told(fingerprint, s) for s in worker_pb2.ParkedCall.FromString(data).sequences]
     except TimeoutError:
         return WorkerLost(f"worker {session.worker_id} did not answer within {FIND_S:g} s")
     except WorkerLost as error:
@@ -192,12 +199,13 @@ async def _ask(session: WorkerSession, key: bytes) -> worker_pb2.ParkedCall | Wo
 # -- 2 join ------------------------------------------------------------------------------------------------------------
 
 
-def join(sequences: Sequence[worker_pb2.ParkedSequence]) -> FoundCall:
+def join(told: Sequence[Told]) -> FoundCall:
     """One call of what several workers know of its sequences, at least one."""
+    sequences = [entry.sequence for entry in told]
     state = router_state_pb2.CallState.FromString(sequences[0].request.resumption.router_state)
-    by_choice: list[list[worker_pb2.ParkedSequence]] = [[] for _ in range(state.n)]
-    for sequence in sequences:
-        by_choice[sequence.request.sampling.sample_index].append(sequence)
+    by_choice: list[list[Told]] = [[] for _ in range(state.n)]
+    for entry in told:
+        by_choice[entry.sequence.request.sampling.sample_index].append(entry)
     request = _as_made(request_from_pb(sequences[0].request))
     generation = max(sequence.request.resumption.generation for sequence in sequences) + 1
     assert request.resumption is not None
@@ -207,7 +215,8 @@ def join(sequences: Sequence[worker_pb2.ParkedSequence]) -> FoundCall:
         spec=_spec(state, request),
         request=request,
         ttl_s=None if ttl_ms is None else ttl_ms / 1e3,
-        answers=tuple(_join_choice(sequences) for sequences in by_choice),
+        answers=tuple(_join_choice([entry.sequence for entry in entries]) for entries in by_choice),
+        fingerprints=tuple(_latest(entries or told).fingerprint for entries in by_choice),
     )
 
 
@@ -246,6 +255,10 @@ def _spec(state: router_state_pb2.CallState, request: Request) -> CallSpec:
 def _attempt(sequence: worker_pb2.ParkedSequence) -> tuple[int, int]:
     """Orders attempts at one sequence: a later one was told all that was sent of the earlier ones."""
     return sequence.request.resumption.generation, sequence.request.seq & 0xFFFF_FFFF
+
+
+def _latest(told: Sequence[Told]) -> Told:
+    return max(told, key=lambda entry: _attempt(entry.sequence))
 
 
 def _join_choice(sequences: Sequence[worker_pb2.ParkedSequence]) -> tuple[KnownToken, ...]:
@@ -314,7 +327,8 @@ def take_up(found: FoundCall, next_index: Sequence[int], received: Sequence[Sequ
     for choice, known in enumerate(found.answers):
         has = received[choice] if received else ()
         num_shown = len(has) if received else next_index[choice] if next_index else 0
-        points.append(_point(_with_received(known, has, found.request.sampling.max_tokens), num_shown, found))
+        answer = _with_received(known, has, found.request.sampling.max_tokens)
+        points.append(_point(answer, num_shown, found, found.fingerprints[choice]))
     return Resumed(found, tuple(points))
 
 
@@ -329,7 +343,7 @@ def _with_received(
     return known + tuple(KnownToken(token_id) for token_id in more)
 
 
-def _point(known: tuple[KnownToken, ...], num_shown: int, found: FoundCall) -> ResumePoint:
+def _point(known: tuple[KnownToken, ...], num_shown: int, found: FoundCall, fingerprint: str) -> ResumePoint:
     if num_shown > len(known):
         raise NotFound(
             f"next_index is {num_shown}, and only {len(known)} tokens are known: the worker that made the others is gone; "
@@ -339,4 +353,4 @@ def _point(known: tuple[KnownToken, ...], num_shown: int, found: FoundCall) -> R
     if found.request.sampling.num_logprobs is not None:  # what lacks them is made again, unless the client has it
         lacking = (index for index in range(num_shown, len(known)) if known[index].logprobs is None)
         known = known[: next(lacking, len(known))]
-    return ResumePoint(known, num_shown)
+    return ResumePoint(known, num_shown, fingerprint if known else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -11,13 +12,14 @@ import grpc.aio
 import pytest
 
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, NotFound
+from baton.errors import Cancelled, InvalidRequest, NotFound
 from baton.model_files import ModelFiles
 from baton.request import FinishReason, Request, Resumption, SamplingParams
 from baton.v1 import router_state_pb2, serving_pb2, serving_pb2_grpc, worker_pb2
 from baton.wire import request_to_pb
 from router.front_end import FrontEnd
-from router.resume import KnownToken, call_key, join, take_up
+from router.grpc_messages import to_spec
+from router.resume import KnownToken, Told, call_key, join, take_up
 from tests.router.parking_worker import start_parking_pair
 from tests.router.router_rig import Answer, Rig, request, running_rig, until
 
@@ -307,8 +309,9 @@ def told(
     generation: int = 0,
     choice: int = 0,
     n: int = 1,
+    fingerprint: str = "",
     **fields: object,
-) -> worker_pb2.ParkedSequence:
+) -> Told:
     state = router_state_pb2.CallState(request_id="r", api="grpc", n=n).SerializeToString()
     made = Request(
         seq,
@@ -317,7 +320,8 @@ def told(
         num_output_tokens=len(tail),
         resumption=Resumption(b"k", 30.0, state, generation),
     )
-    return worker_pb2.ParkedSequence(request=request_to_pb(made), tokens=token_ids, **fields)  # type: ignore[arg-type]
+    sequence = worker_pb2.ParkedSequence(request=request_to_pb(made), tokens=token_ids, **fields)  # type: ignore[arg-type]
+    return Told(fingerprint, sequence)
 
 
 def ids(known: Sequence[KnownToken]) -> list[int]:
@@ -373,9 +377,54 @@ def test_a_client_cannot_have_what_was_never_said() -> None:
 
 
 def test_what_lacks_its_logprobs_is_made_again_unless_the_client_has_it() -> None:
-    sequence = told(1, 7, 8)
+    lacking = told(1, 7, 8)
+    sequence = lacking.sequence
     sequence.request.sampling.num_logprobs = 1
     sequence.logprobs.add(entry=1, logprob=-1.0)
-    found = join([sequence])
+    found = join([lacking])
     assert len(take_up(found, [0], []).points[0].known) == 0
     assert len(take_up(found, [1], []).points[0].known) == 2
+
+
+def test_a_call_goes_on_with_the_model_that_made_its_tokens() -> None:
+    old, new = "a" * 32, "b" * 32
+    found = join([told(1, 7, n=2, fingerprint=old), told(2, 8, tail=(7,), n=2, fingerprint=new)])
+    points = take_up(found, [], []).points
+    assert [point.fingerprint for point in points] == [new, ""], "what has no token may begin anywhere"
+
+
+def test_tokens_that_the_client_alone_knows_are_of_the_model_that_had_the_call() -> None:
+    found = join([told(1, fingerprint="a" * 32)])
+    assert take_up(found, [], [[7, 8]]).points[0].fingerprint == "a" * 32
+
+
+async def test_after_an_upgrade_a_call_of_the_old_model_is_not_continued_by_the_new_one(rig: TwoRouters) -> None:
+    """The prefill worker's journal has the first token; the fleet that could go on with it is gone."""
+    await rig.broken(resumable(max_tokens=8), 4)
+    for endpoint in rig.other.fleet.endpoints:
+        assert endpoint.opened is not None
+        endpoint.opened.fingerprint = "a" * 32  # as if the journals were of an older model than what now serves
+    answer = await rig.resume("r1", 4)
+    assert answer.token_ids == []
+    assert answer.status is not None
+    assert answer.status.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_that_is_taken_over_before_it_begins_to_be_served_makes_nobody_wait(rig: TwoRouters) -> None:
+    calls = rig.front_end.calls
+    async with calls.open(to_spec(resumable(max_tokens=8), {}, None, 1 << 20), time.monotonic()) as call:
+        taking_over = asyncio.create_task(calls.resumable.find(call.spec.tenant.name, "r1"))
+        await until(lambda: not calls.resumable._running, "it is taken over")
+        with pytest.raises(Cancelled):
+            await call.tell(call)
+        with pytest.raises(NotFound):  # since it never came to a worker
+            await asyncio.wait_for(taking_over, 5)
+
+
+async def test_a_call_that_is_taken_over_and_never_served_makes_nobody_wait(rig: TwoRouters) -> None:
+    calls = rig.front_end.calls
+    async with calls.open(to_spec(resumable(max_tokens=8), {}, None, 1 << 20), time.monotonic()) as call:
+        taking_over = asyncio.create_task(calls.resumable.find(call.spec.tenant.name, "r1"))
+        await until(lambda: not calls.resumable._running, "it is taken over")
+    with pytest.raises(NotFound):
+        await asyncio.wait_for(taking_over, 5)
