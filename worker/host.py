@@ -60,7 +60,7 @@ class Plane(KVPort, DataPath, Protocol):
 
 
 class EngineCommands:
-    """Implements worker.role.EnginePort by posting to the engine thread; what begins on a ticket is noted for its client."""
+    """Implements worker.role.EnginePort by posting to the engine thread; a ticket's life is noted for its client, too."""
 
     def __init__(self, post: Callable[[Command], None], parked: ParkedCalls) -> None:
         self._post = post
@@ -78,6 +78,7 @@ class EngineCommands:
         self._post(lambda engine, now_s: engine.adopt(seq, first_token, now_s))
 
     def drop(self, seq: int) -> None:
+        self._parked.ended(seq, time.monotonic())  # for tickets that were never adopted: no Ended tells of those
         self._post(lambda engine, _: engine.drop(seq))
 
     def pin(self, seq: int, hashes: Sequence[bytes]) -> None:

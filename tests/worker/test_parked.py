@@ -12,6 +12,7 @@ from baton.request import FinishReason, Logprobs, Request, Resumption, SampledTo
 from baton.v1 import worker_pb2
 from tests.worker.scripted_worker import ScriptedWorker, running, worker_config
 from tests.worker.session_client import SessionClient
+from worker.host import EngineCommands
 from worker.parked import CLAIM_S, ENTRY_BYTES, PAGE_BYTES, ParkedCalls
 
 KEY = b"k" * 16
@@ -51,6 +52,18 @@ def test_a_call_is_told_with_its_request_tokens_logprobs_and_what_is_left_of_its
     assert sequence.finish_reason == FinishReason.STOP
     assert sequence.ttl_ms == 40_000
     assert sequence.request.resumption.router_state == b"state"
+
+
+def test_a_ticket_that_is_given_up_is_kept_no_longer_than_its_window() -> None:
+    """Nobody tells the router of its end, so nobody tells the journal."""
+    parked = ParkedCalls(1 << 20)
+    engine = EngineCommands(lambda _: None, parked)
+    engine.reserve(resumable(A | 1))
+    assert parked.running(KEY) == [A | 1]
+    engine.drop(A | 1)
+    assert parked.running(KEY) == []
+    parked.expire(time.monotonic() + 6.0)
+    assert (len(parked), parked.num_bytes) == (0, 0)
 
 
 def test_requests_that_are_not_resumable_leave_nothing() -> None:
