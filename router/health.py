@@ -76,7 +76,7 @@ class Health:
         self._closed_s = 0.0
         self._num_openings = 0  # since it was last forgiven
         self._failed: deque[bool] = deque(maxlen=WINDOW_CALLS)
-        self._pair_failed_s: dict[str, float] = {}  # by peer: the last time that the pair failed
+        self._pair_failed_s: dict[str, float] = {}  # by peer: the last failure of the pair that counted
         self._losses_s: deque[float] = deque(maxlen=LOSSES)
         self._demoted_until_s = 0.0
         self._slow_windows = 0
@@ -99,10 +99,9 @@ class Health:
         if not self._is_up or not is_worker_fault(error):
             return
         if peer:
-            last_s = self._pair_failed_s.get(peer, -BURST_S)
-            self._pair_failed_s[peer] = now_s
-            if now_s - last_s < BURST_S:
+            if now_s - self._pair_failed_s.get(peer, -BURST_S) < BURST_S:
                 return
+            self._pair_failed_s[peer] = now_s
         self._failed.append(True)
         if self.is_open:
             if now_s >= self._until_s:

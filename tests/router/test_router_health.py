@@ -259,3 +259,11 @@ def test_a_single_slow_event_is_no_pace() -> None:
     pool.workers[2].first_token(64, 9.0)
     judge_pace(pool.workers, 1.0)
     assert not pool.workers[2].is_demoted(1.0)
+
+
+@pytest.mark.parametrize("calls_per_s", [2, 20, 500])
+def test_a_pair_that_fails_all_its_calls_is_noticed_however_many_there_are(calls_per_s: int) -> None:
+    pool = Pool(2)
+    for call in range(2 * calls_per_s):
+        pool.workers[0].failed(TransferFailed("no Ack"), call / calls_per_s, peer="d0")
+    assert pool.workers[0].is_open
