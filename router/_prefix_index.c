@@ -380,7 +380,8 @@ static void say(const Index *index, const uint64_t *bits, int32_t depth, int32_t
     for (uint32_t w = 0; w < index->used_words; w++)
         for (uint64_t left = bits[w]; left; left &= left - 1) {
             uint32_t id = w * 64 + (uint32_t)__builtin_ctzll(left);
-            if (index->state_of_id[id] == ALIVE && index->row_of_id[id] < num_rows) out[index->row_of_id[id]] = depth;
+            uint16_t row = index->row_of_id[id];
+            if (index->state_of_id[id] == ALIVE && row < num_rows && out[row] < depth) out[row] = depth;
         }
 }
 
@@ -496,7 +497,7 @@ static PyMethodDef methods[] = {
     {"apply", (PyCFunction)Index_apply, METH_VARARGS, "apply(row, added, removed): the row's worker caches these blocks now."},
     {"reset", (PyCFunction)Index_reset, METH_O, "reset(row): nothing is known of the row's worker."},
     {"count", (PyCFunction)Index_count, METH_O, "count(row) -> blocks that the row's worker is known to cache."},
-    {"match", (PyCFunction)Index_match, METH_VARARGS, "match(hashes, out): write leading blocks into out[row], i32; 0 is not written."},
+    {"match", (PyCFunction)Index_match, METH_VARARGS, "match(hashes, out): raise out[row], i32, to the row's leading blocks."},
     {NULL, NULL, 0, NULL},
 };
 

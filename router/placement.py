@@ -49,7 +49,6 @@ SPREAD_TOKENS = 32  # over which a stream makes up for being held up once: a qua
 
 # Classes of cost, each beyond whatever the lower ones can sum up to.
 _CROWDED = 10.0
-UNPROVED_S = 1e9  # for a prefill worker none of whose links is proved
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +171,12 @@ def choose(
 def look(workers: WorkerTable, demand: Demand, avoid: frozenset[str] = frozenset()) -> Outlook:
     """Forecast the sequence on every worker; those in `avoid` are asked for nothing."""
     topology, forecasts = workers.topology(), forecast(workers, demand.prompt_tokens)
-    prefills, decodes = topology.paired, topology.decode
-    if demand.max_total_tokens > topology.least_pool_tokens:
-        prefills = prefills & (workers.pool_tokens >= demand.prompt_tokens)
-        decodes = decodes & (workers.pool_tokens >= demand.max_total_tokens - 1)
-    if demand.fingerprint:
-        same = workers.fingerprint == workers.code(demand.fingerprint)
-        prefills, decodes = prefills & same, decodes & same
+    not_prefill, not_decode, decodes = topology.prefill_cost, topology.decode_cost, topology.decode
+    if demand.max_total_tokens > topology.least_pool_tokens or demand.fingerprint:
+        same = (workers.fingerprint == workers.code(demand.fingerprint)) | (not demand.fingerprint)
+        decodes = decodes & same & (workers.pool_tokens >= demand.max_total_tokens - 1)
+        not_decode = np.where(decodes, 0.0, np.inf)
+        not_prefill = np.where(same & (workers.pool_tokens >= demand.prompt_tokens), not_prefill, np.inf)
     used_share = workers.used_tokens * topology.per_pool_token
     prefill_cost, pulled_s = forecasts.ttft_s + OTHERS * forecasts.compute_s, None
     holder = flow_back.best_holder(workers, _without(decodes, workers, avoid), used_share)
@@ -192,8 +190,8 @@ def look(workers: WorkerTable, demand: Demand, avoid: frozenset[str] = frozenset
         forecasts=forecasts,
         holder=holder,
         pulled_s=pulled_s,
-        prefill_cost=np.where(prefills, prefill_cost, np.inf),
-        decode_cost=np.where(decodes, _decode_cost(workers, demand, forecasts, used_share), np.inf),
+        prefill_cost=prefill_cost + not_prefill,
+        decode_cost=_decode_cost(workers, demand, forecasts, used_share) + not_decode,
         decodes=decodes,
     )
 
@@ -259,22 +257,23 @@ def _better(one: Choice, other: Choice) -> Choice:
 
 
 def _best_remote(outlook: Outlook, allowed: Mask | None, first: int | None) -> Choice | None:
-    workers = outlook.workers
-    cost = outlook.prefill_cost + UNPROVED_S * ~workers.topology().proved
+    cost = outlook.prefill_cost
     if first is not None:
-        only, cost = cost[first], np.full(len(cost), np.inf)
-        cost[first] = only
+        cost = np.full(len(cost), np.inf)
+        cost[first] = outlook.prefill_cost[first]
     while (prefill := _nearly_least(outlook, cost, allowed)) is not None:
         decode = _nearly_least(outlook, _pair_cost(outlook, prefill), allowed, slack=NEARLY)
         if decode is not None:
             return _choice(outlook, "remote", prefill, decode, outlook.ttft_s(prefill))
+        cost = cost.copy() if cost is outlook.prefill_cost else cost
         cost[prefill] = np.inf  # whom it can reach takes nothing, or not this
     return None
 
 
 def _best_both(outlook: Outlook, allowed: Mask | None, first: int | None) -> Choice | None:
-    both = outlook.workers.topology().both
-    if not both.any():
+    topology = outlook.workers.topology()
+    both = topology.both
+    if not topology.any_both:
         return None
     ttft_s = np.where(both & outlook.decodes, outlook.forecasts.ttft_s, np.inf)
     row = _pick(outlook, ttft_s, allowed, first)

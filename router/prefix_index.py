@@ -142,11 +142,10 @@ class ExpectedPrefixes:
         found = np.zeros(num_rows, np.int32)
         for root, chain in hashes.items():
             stride = _stride(root)
-            some = chain[stride - 1 :: stride]
-            for index in (self._elder, self._younger):
-                part = np.zeros(num_rows, np.int32)
-                index.match(some, part)
-                np.maximum(found, stride * part, out=found)
+            some, part = chain[stride - 1 :: stride], np.zeros(num_rows, np.int32)
+            self._elder.match(some, part)
+            self._younger.match(some, part)
+            found += stride * part  # a row has one root
         return found
 
 

@@ -84,6 +84,7 @@ NAMES = ("fingerprint", "root", "fabric")
 
 # What a link costs whoever would use it: nothing, much before it is proved, and no sum makes up for one that is down.
 UNPROVED = 100.0
+UNPROVED_S = 1e9  # for a prefill worker none of whose links is proved
 LINK_COST = np.array((np.inf, np.inf, UNPROVED, 0.0))  # by code
 
 
@@ -96,6 +97,9 @@ class Topology:
     proved: Mask  # of those: its link to some decode worker is ready
     decode: Mask  # takes sequences
     both: Mask  # of those: prefills for itself
+    any_both: bool
+    prefill_cost: Floats  # 0 for those that prefill, UNPROVED_S where no link is proved, inf for others
+    decode_cost: Floats  # 0 for those that decode, inf for others
     per_pool_token: Floats  # 1 / pool_tokens
     least_pool_tokens: float  # of those that take anything
     one_model: bool  # every worker that takes calls has the same fingerprint
@@ -218,12 +222,17 @@ class WorkerTable:
         prefill, both = roles == Role.PREFILL, roles == Role.BOTH
         decode = (roles == Role.DECODE) | both
         fits = (self.fingerprint[:, None] == self.fingerprint[None, :]) & decode[None, :]
+        paired = prefill & (fits & (self.links >= CONNECTING)).any(axis=1)
+        proved = prefill & (fits & (self.links == READY)).any(axis=1)
         return Topology(
             prefill=prefill,
-            paired=prefill & (fits & (self.links >= CONNECTING)).any(axis=1),
-            proved=prefill & (fits & (self.links == READY)).any(axis=1),
+            paired=paired,
+            proved=proved,
             decode=decode,
             both=both,
+            any_both=bool(both.any()),
+            prefill_cost=_prefill_cost(paired, proved),
+            decode_cost=np.where(decode, 0.0, np.inf),
             per_pool_token=1 / np.maximum(self.pool_tokens, 1.0),
             least_pool_tokens=float(self.pool_tokens[roles > 0].min(initial=np.inf)),
             one_model=len(np.unique(self.fingerprint[roles > 0])) < 2,
@@ -240,7 +249,8 @@ class WorkerTable:
 
     def assume(self, paired: Mask, proved: Mask) -> None:
         """Take as given who has partners, where those themselves are not part of the table; until the next `put`."""
-        self._topology = replace(self.topology(), paired=paired, proved=proved)
+        cost = _prefill_cost(paired, proved)
+        self._topology = replace(self.topology(), paired=paired, proved=proved, prefill_cost=cost)
 
     def snapshot(self, row: int) -> WorkerSnapshot:
         """The row as it is now."""
@@ -268,6 +278,10 @@ class WorkerTable:
         self.facts += [None] * (num_rows - old)
         self._free = [*reversed(range(old, num_rows)), *self._free]
         self._topology = None
+
+
+def _prefill_cost(paired: Mask, proved: Mask) -> Floats:
+    return np.where(proved, 0.0, np.where(paired, UNPROVED_S, np.inf))
 
 
 _IS_INT = {f.name: f.type == "int" for f in fields(WorkerSnapshot)}
