@@ -41,6 +41,8 @@ from worker.session_service import SessionService
 log = get_log("worker.server")
 
 START_TIMEOUT_S = 120.0  # reading and dequantising a model's weights from a cold disk
+LOOPBACK_DEVICE = "lo"
+CLOSED_NETWORK = "UCX knows no passwords: who reaches it may write this process's memory; docs/security.md"
 STOP_GRACE_S = 1.0  # for streams to hear why they end; the Cancel bound of DESIGN section 5
 # A Submit carries token ids, 5 bytes each at most: 16 MiB is above 3 million tokens; KV never rides in gRPC.
 MAX_MESSAGE_BYTES = 16 << 20
@@ -172,6 +174,8 @@ class WorkerServer:
     async def _serve(self) -> None:
         config = self._config
         trust = PeerTrust(config.tls_dir, Part.WORKER)
+        if config.kv.transport == "ucx" and config.kv.ucx_net_devices != LOOPBACK_DEVICE:
+            log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
         with contextlib.ExitStack() as not_started:
             transport = make_transport(config.kv, f"{self.epoch:016x}")
             not_started.callback(transport.close)

@@ -124,3 +124,12 @@ def test_a_worker_without_its_certificate_does_not_start(authority: Authority) -
     with pytest.raises(ConfigError, match=r"tls\.crt cannot be used: No such file"):
         worker.server.start()
     worker.server.stop()
+
+
+@pytest.mark.parametrize(("devices", "warns"), [("lo", False), ("all", True)])
+async def test_a_worker_whose_kv_goes_over_a_network_says_that_it_must_be_closed(
+    devices: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = worker_config("w", "both", transport="ucx", ucx_tls="posix,sysv,self", ucx_net_devices=devices)
+    async with running(ScriptedWorker(config)):
+        assert ("kv_network_must_be_closed" in caplog.text) is warns
