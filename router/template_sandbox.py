@@ -166,7 +166,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             charge(CALL_WORK + __self.template_work)
         elif isinstance(__obj, (BuiltinMethodType, MethodType)) and _is_allowed(__obj):
             args = _charged_method(__obj, args)
-        elif not any(__obj is function for function in __self._functions.values()):
+        elif any(__obj is function for function in __self._functions.values()):
+            charge_for(args)
+        else:
             raise SecurityError(f"calling {_name(__obj)} is not allowed in chat templates")
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -201,7 +203,16 @@ class _Metered(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, "_read") if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _filtered(node, "_read")
+        node.arg = _filtered(node.arg, "_read")
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        """A key is hashed: tuples in tuples that are one and the same are read as often as they occur."""
+        self.generic_visit(node)
+        node.key = _filtered(node.key, "_read")
+        return node
 
 
 def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Expr:
@@ -298,11 +309,12 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _range(*args: int) -> range:
+def _range(*args: int) -> list[int]:
+    """A list, because whoever searches or sorts a range makes its numbers anyway, where nothing is charged for them."""
     for number in args:
         if number.bit_length() > MAX_NUMBER_BITS:
             raise SecurityError(f"a number has more than {MAX_NUMBER_BITS} bits")
-    return range(*args)
+    return _list(range(*args))
 
 
 def _is_allowed(method: BuiltinMethodType | MethodType) -> bool:

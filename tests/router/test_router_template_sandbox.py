@@ -14,6 +14,7 @@ from tests.tiny_models import CHAT_TEMPLATE
 USER = [{"role": "user", "content": "hi"}]
 MAX_PEAK_BYTES = 256 << 20  # what the budget lets a rendering of so small a message build, four bytes a character
 
+TUPLES = "{% set t = namespace(x=(1,)) %}{% for i in range(60) %}{% set t.x = (t.x, t.x) %}{% endfor %}"  # 2^60 to hash
 LOOPS = [
     "{% for i in range(10000000000) %}x{% endfor %}",
     "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
@@ -24,6 +25,14 @@ LOOPS = [
     "{{ range(99999) | map('string') | map('upper') | map('lower') | map('trim') | list }}",
     "{% set l = range(9999) | list %}{{ l | map('in', l) | list }}",
     "{% set l = range(9999) | list %}{% for i in l %}{{ l | sort }}{% endfor %}",
+    "{% if 1.5 in range(10000000000) %}x{% endif %}",
+    "{{ range(10000000000) | sort }}",
+    "{{ [1.5] | select('in', range(10000000000)) | list }}",
+    "{{ 1.5 is in range(10000000000) }}",
+    *(
+        f"{TUPLES}{use}"
+        for use in ("{% set d = {t.x: 1} %}", "{{ {}[t.x] }}", "{{ {}.get(t.x) }}", "{{ dict([[t.x, 1]]) }}")
+    ),
 ]
 STRINGS = [
     "{{ 'x' * 1000000000 }}",
