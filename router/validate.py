@@ -6,7 +6,6 @@ pools, and fills in every default. Each error names the field and the limit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,8 +46,9 @@ class Range:
     open_low: bool = False
 
     def check(self, field: str, value: float) -> None:
-        inside = math.isfinite(value) and (value > self.low if self.open_low else value >= self.low)
-        if not (inside and value <= self.high):
+        """Raises: InvalidRequest. NaN is in no interval, and an integer may be larger than any float."""
+        above = value > self.low if self.open_low else value >= self.low
+        if not (above and value <= self.high):
             raise InvalidRequest(f"{field} is {value}; the limit is {self}", field=field)
 
     def __str__(self) -> str:

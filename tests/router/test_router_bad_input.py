@@ -58,6 +58,10 @@ USER = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "logit_bias": {"9" * 5_000: 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
         (TEXT, {"prompt": "a", "priority": 1_000}, "priority"),
+        *(
+            (TEXT, {"prompt": "a", name: 10**400}, name)
+            for name in ("max_tokens", "min_tokens", "n", "top_k", "priority")
+        ),
         (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": USER, "tools": []}, "tools"),
