@@ -398,12 +398,13 @@ class Calls:
             slo_class=slo.name,
             ttft_s=slo.ttft_ms / 1e3,
             tpot_s=slo.tpot_ms / 1e3,
-            class_tpot_s=self._slo_watch.classes[slo.name].tpot_ms / 1e3,
+            class_tpot_s=self._slo_watch.classes.get(slo.name, slo).tpot_ms / 1e3,  # it may be gone since
             deadline_s=call.deadline_s,
             num_seqs=len(call.reports),
             prompt_tokens=len(request.token_ids),
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
+            asks_ttft=call.spec.labels.slo_ttft_ms is not None,
             was_accepted=call.resumed is not None,
         )
 
@@ -432,13 +433,24 @@ class Calls:
                 return tuple(token_ids)
 
     async def _serve(self, call: Call, choice: int, audience: Audience) -> None:
-        """Run one choice. The worker-facing boundary of a call.
-
-        Choice 0 leads: the others begin with its first token, on its prefill worker, so the prompt is computed once. A
-        leader that fails, or runs out of time, ends the call and with it this task.
+        """Run one choice: the worker-facing boundary of a call.
 
         Raises:
             BatonError: it did not finish.
+        """
+        try:
+            await self._serve_choice(call, choice, audience)
+        except BatonError:
+            raise
+        except Exception:
+            log.exception("sequence_failed", request_id=call.request_id)
+            raise Internal("an internal error ended the call") from None
+
+    async def _serve_choice(self, call: Call, choice: int, audience: Audience) -> None:
+        """Wait for a turn, serve, end the answer.
+
+        Choice 0 leads: the others begin with its first token, on its prefill worker, so the prompt is computed once. A
+        leader that fails, or runs out of time, ends the call and with it this task.
         """
         request, prefer = call.request, ""
         await call.place.wait()
@@ -462,20 +474,14 @@ class Calls:
             hashes=call.hashes,
             fingerprint=point.fingerprint,
         )
-        try:
-            replay(point, text, sink, report)
-            if report.token_ids:
-                call.leader_began.set()
-            if not report.finish:
-                await self._sequences.serve(job, _Leader(sink, call.leader_began) if leads else sink, report)
-            if text.stop_match is not None:
-                report.finish = FinishReason.STOP
-            sink.end(report.finish)
-        except BatonError:
-            raise
-        except Exception:
-            log.exception("sequence_failed", request_id=request.request_id)
-            raise Internal("an internal error ended the call") from None
+        replay(point, text, sink, report)
+        if report.token_ids:
+            call.leader_began.set()
+        if not report.finish:
+            await self._sequences.serve(job, _Leader(sink, call.leader_began) if leads else sink, report)
+        if text.stop_match is not None:
+            report.finish = FinishReason.STOP
+        sink.end(report.finish)
 
 
 class _Leader:

@@ -11,6 +11,7 @@ import pytest
 from baton.errors import Internal, Overloaded, TransferFailed, Unavailable
 from baton.model_files import ModelFiles
 from baton.v1 import worker_pb2
+from router.detokenizer import TextStream
 from router.retry_budget import RetryBudget
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker
@@ -209,3 +210,22 @@ async def test_an_empty_budget_ends_a_broken_stream_with_an_error(files: ModelFi
         await rig.idle()
     assert all(answer.error is not None and answer.error.code == "unavailable" for answer in answers)
     assert sum(len(worker.submits) for worker in rig.workers) < 2 * 5
+
+
+async def test_a_defect_of_our_own_ends_its_call_with_internal_and_nobody_elses(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> TextStream:
+        raise ValueError("a defect")
+
+    async with running_rig(files) as rig:
+        with monkeypatch.context() as patched:
+            patched.setattr("router.call.TextStream", broken)
+            answer = await rig.generate(request(max_tokens=10), timeout=20.0)
+            reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 10})
+        await rig.idle()
+        next_answer = await rig.generate(request(max_tokens=10))
+    assert answer.error is not None
+    assert answer.error.code == "internal"
+    assert reply.status_code == 500
+    assert next_answer.token_ids == ANSWER
