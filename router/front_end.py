@@ -1,8 +1,8 @@
 """One router, assembled: what it is made of, in what order it starts and stops.
 
-Ports are bound before anything runs, so a taken one is known at once. `drain`: unready, no new calls (both ports still
-answer, to say so), running ones may end. `stop`: calls still running end with an error that says so, connections close,
-Sessions close (workers then drop what this router left), threads stop.
+Ports are bound before anything runs, so a taken one is known at once. `drain`: unready, no new calls, running ones may end;
+clients are told to take their connections elsewhere, and HTTP still answers who comes, to say so. `stop`: calls still running
+end with an error that says so, connections close, Sessions close (workers then drop what this router left), threads stop.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ class FrontEnd:
         """Take no more calls; return when none is running, after `drain_s`, or when `hurry` is set."""
         self.calls.close_door()
         await self._grpc.set_ready(False)
+        self._grpc.leave()
+        for http in self._http:
+            http.leave()
         log.info("router_drains", num_inflight=self.calls.num_inflight)
         waits = [asyncio.create_task(self.calls.wait_idle()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)

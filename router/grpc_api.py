@@ -201,6 +201,7 @@ class GrpcServer:
     def __init__(self, config: RouterConfig, api: ServingApi) -> None:
         """Raises: ConfigError, when the port is taken, or a certificate cannot be used."""
         credentials = _credentials(config)
+        self._leaving: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=(
                 (
@@ -243,8 +244,14 @@ class GrpcServer:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set(SERVICE, status)
 
+    def leave(self) -> None:
+        """Let clients go elsewhere (GOAWAY): no more calls or connections are taken; running calls go on until `stop`."""
+        self._leaving = asyncio.create_task(self._server.stop(MAX_TIMEOUT_S))
+
     async def stop(self) -> None:
         await self._server.stop(SHUTDOWN_S)
+        if self._leaving is not None:
+            await self._leaving
 
 
 def _address(host: str, port: int) -> str:

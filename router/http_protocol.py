@@ -60,6 +60,7 @@ class Connections:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_open: int) -> None:
         self._loop = loop
+        self.leaving = False  # each request is its connection's last
         self._max_open = max_open
         self._num_open = 0
         self._idle_since_s: dict[FrontDoorProtocol, float] = {}
@@ -323,6 +324,8 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
         super().on_headers_complete()
         exchange.cycle = self.cycle
+        if self._all.leaving:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """As uvicorn's, without a timer for each request."""

@@ -48,8 +48,9 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        self._closed = True
-        self._loop.remove_reader(self._listener)
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._listener)
 
     async def wait_closed(self) -> None:
         """Nothing is left to wait for: connections are uvicorn's."""
@@ -108,6 +109,7 @@ class HttpServer:
         """Raises: ConfigError, when the port is taken."""
         self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
+        self._is_shared = config.shared_ports
         self._app = app
         self._task: asyncio.Task[None] | None = None
 
@@ -129,6 +131,16 @@ class HttpServer:
             )
         )
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+
+    def leave(self) -> None:
+        """Let clients go elsewhere: connections end with their next answer, idle ones now; a shared port is the others'."""
+        self._connections.leaving = True
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+        if self._is_shared:
+            for acceptor in self._server.servers:
+                acceptor.close()
+            self._socket.close()
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -96,22 +96,29 @@ async def test_a_terminated_router_lets_calls_end_and_takes_no_new_ones_until_it
         assert process.stdout is not None
         ready = json.loads(await process.stdout.readline())
         base_url = f"http://127.0.0.1:{ready['http_port']}"
+        no_keep_alive = httpx.Limits(max_keepalive_connections=0)  # idle connections are closed, perhaps while we write
         async with (
-            httpx.AsyncClient(base_url=base_url, timeout=30) as client,
+            httpx.AsyncClient(base_url=base_url, timeout=30, limits=no_keep_alive) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel,
         ):
             stub, health = serving_pb2_grpc.ServingStub(channel), health_pb2_grpc.HealthStub(channel)
             answer = aiter(stub.Generate(request(max_tokens=4)))
             assert (await anext(answer)).chunk.token_ids == [300]
+            watch = aiter(health.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Serving")))
+            while (await anext(watch)).status != health_pb2.HealthCheckResponse.SERVING:
+                pass
             process.terminate()
             status = await client.get("/readyz")
             while status.status_code == 200:
                 status = await client.get("/readyz")
             refused = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
-            serving = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Serving"))
+            assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert "stopping" in status.text
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert serving.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert refused.headers["connection"] == "close", "its client may go elsewhere"
+            with pytest.raises(grpc.aio.AioRpcError) as moved:  # told to go elsewhere, but there is nobody
+                await anext(aiter(stub.Generate(request(max_tokens=1))))
+            assert moved.value.code() is grpc.StatusCode.UNAVAILABLE
             if second_signal:
                 process.terminate()
                 with pytest.raises(grpc.aio.AioRpcError) as ended:

@@ -155,3 +155,36 @@ async def test_routers_that_are_told_to_stop_each_let_their_calls_end(shared: Sh
             assert [token for response in rest for token in response.chunk.token_ids] == [301, 302, 303]
             assert rest[-1].done.usage.completion_tokens == 4
     assert [await process.wait() for process in shared.processes] == [0, 0]
+
+
+async def test_clients_of_a_router_that_is_told_to_stop_go_to_the_other_one_and_are_refused_nothing(
+    shared: Shared,
+) -> None:
+    """A client holds one connection for long: as long as that is the leaving router's, all of its calls would be refused."""
+    for worker in shared.workers:
+        worker.script.decode_gate.clear()
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    base_url = f"http://127.0.0.1:{shared.config.http_port}"
+    body = {"prompt": "hello", "max_tokens": 1}
+    async with AsyncExitStack() as stack:
+        stubs, answers, clients = [], [], []
+        for _ in range(12):  # on 2 processes: some are the leaving one's
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{shared.config.grpc_port}", options=options)
+            stubs.append(serving_pb2_grpc.ServingStub(await stack.enter_async_context(channel)))
+            answers.append(aiter(stubs[-1].Generate(request(max_tokens=4))))
+            assert (await anext(answers[-1])).chunk.token_ids == [300]
+            clients.append(await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, timeout=30)))
+            assert (await clients[-1].post("/v1/completions", json=body)).status_code == 200
+        shared.processes[0].terminate()
+        await until_ready_is(503, shared.process_ports[0])
+        for _ in range(2):
+            assert [(await client.post("/v1/completions", json=body)).status_code for client in clients] == [200] * 12
+            for stub in stubs:
+                said = [response async for response in stub.Generate(request(max_tokens=1))]
+                assert said[0].chunk.token_ids == [300]
+        assert shared.processes[0].returncode is None, "its own calls still run"
+        for worker in shared.workers:
+            worker.script.decode_gate.set()
+        for answer in answers:
+            assert [token async for response in answer for token in response.chunk.token_ids] == [301, 302, 303]
+    assert await shared.processes[0].wait() == 0
