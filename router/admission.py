@@ -8,9 +8,10 @@
 
 Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
 prefill. Rates are the workers' measured ones, corrected by the pace at which released prompts really come out. A call is taken
-where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its target can be served by
-nobody better: it is taken where it need not wait, in slack that nobody else uses. Nothing learned here can shut the door for
-good: where nobody waits and a lane is free, only a deadline turns a call away.
+where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its class's target would miss it
+on an idle fleet, too, so that is no overload: it waits as long as its deadline allows, behind all that can be served in time.
+Where the call itself asked for that target it is taken where it need not wait. Nothing learned here can shut the door for
+good: where nobody waits and a lane is free, only a deadline that its own prefill misses turns a call away.
 
 A retry hint is an appointment: the moment at which the queue of now is short enough, behind the tenant's calls that were given
 an appointment before.
@@ -30,6 +31,7 @@ from router.tenants import Tenant
 
 MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
 MAX_RETRY_AFTER_S = 60.0  # of an appointment: nobody knows the load of the minute after
+SLACK = 1_000  # by which bands of calls that no load makes late lie below all others; priorities are in [-100, 100]
 FIRST_GUESS_S = 5.0  # of a call's length before any has ended: 50 tokens at the interactive class's 100 ms
 SMOOTHING = 0.1  # of exponential means: about the last 20 calls
 MARGIN = 0.7  # of the spare time that a forecast wait may use; the rest is for its error. measured: docs/overload.md
@@ -85,6 +87,7 @@ class Turn(Waiting):
     prompt_tokens: int
     max_tokens: int  # of output, each
     min_tokens: int = 0
+    asks_ttft: bool = False  # its TTFT target is its own, not its class's
     was_accepted: bool = False  # by a router before: it goes on, whatever the forecast
     worker: str = ""  # whom it was given to prefill
     latest_s: float = math.inf  # by when it must be released, or else misses
@@ -187,7 +190,11 @@ class Admission:
 
     def _expected_output(self, turn: Turn) -> float:
         """Tokens of one sequence; the least possible where the class has no history."""
-        return min(turn.max_tokens, max(1, turn.min_tokens, self._outputs.get(turn.slo_class, 0.0)))
+        return min(turn.max_tokens, max(self._least_output(turn), self._outputs.get(turn.slo_class, 0.0)))
+
+    @staticmethod
+    def _least_output(turn: Turn) -> int:
+        return max(1, turn.min_tokens)
 
     # -- 1: arrives --------------------------------------------------------------------------------------------------
 
@@ -201,9 +208,9 @@ class Admission:
             return None
         if len(self._lanes) and (shed := self._forecast(turn, now_s)):
             return shed
-        if not self._has_room(turn) and (shed := self._make_room(turn, now_s)):
-            return shed
         if not self.queue and (shed := self._too_slow(turn, now_s)):
+            return shed
+        if not self._has_room(turn) and (shed := self._make_room(turn, now_s)):
             return shed
         self.num_seqs += turn.num_seqs
         credit = self._credit(turn.tenant)
@@ -216,21 +223,23 @@ class Admission:
         return None
 
     def _forecast(self, turn: Turn, now_s: float) -> Shed | None:
-        """Judge the time it would take; sets `latest_s`."""
-        wait_s = self._wait_s(turn, now_s)
+        """Judge the time it would take; sets `latest_s`, and the band of a call that would be late on an idle fleet."""
         own_s = self._overhead_s + self._lanes.own_s(turn.tokens)
-        left_s = turn.deadline_s - now_s - own_s - (self._expected_output(turn) - 1) * self._step_s
-        allowed_s = math.inf
+        spare_s = turn.since_s + turn.ttft_s - now_s - own_s if self.bounds.by_forecast else math.inf
+        if own_s > turn.ttft_s and not turn.asks_ttft:
+            turn.band -= SLACK
+            spare_s = math.inf
+        wait_s = self._wait_s(turn, now_s)
         turn.latest_s = turn.deadline_s - own_s
-        if self.bounds.by_forecast:
-            spare_s = turn.since_s + turn.ttft_s - now_s - own_s
-            allowed_s = max(self.bounds.window_s, MARGIN * spare_s)
-            if 0 < spare_s < turn.latest_s - now_s:
-                turn.latest_s, turn.misses = now_s + spare_s, Reason.TTFT
+        if 0 < spare_s < turn.latest_s - now_s:
+            turn.latest_s, turn.misses = now_s + spare_s, Reason.TTFT
+        output = self._expected_output(turn) if wait_s > self.bounds.window_s else self._least_output(turn)
+        left_s = turn.deadline_s - now_s - own_s - (output - 1) * self._step_s
         if wait_s > left_s:
             message = f"the call has {turn.deadline_s - now_s:.3g} s left; the forecast is {wait_s - left_s:.3g} s more"
             retry_after_s = self._appointment(turn, wait_s - left_s, now_s) if left_s > 0 else 0.0
             return Shed(Reason.DEADLINE, message, retry_after_s)
+        allowed_s = max(self.bounds.window_s, MARGIN * spare_s)
         if wait_s > allowed_s:
             message = f"the wait would be {wait_s:.3g} s; for its TTFT target the limit is {allowed_s:.3g} s"
             return Shed(Reason.TTFT, message, self._appointment(turn, wait_s - allowed_s, now_s))
@@ -243,28 +252,30 @@ class Admission:
         lane_s = self._lanes.start_s(ahead, now_s) - now_s
         if not self._decodes:
             return lane_s
-        num_lacking: float = turn.num_seqs - self._seats_for(turn.class_tpot_s).num_free
+        num_lacking: float = 1 - self._seats_for(turn.class_tpot_s).num_free  # as `_fits` judges
         if queue:
             num_lacking += len(queue) * min(1.0, ahead / max(1.0, queue.tokens))
         if num_lacking <= 0:
             return lane_s
         return max(lane_s, num_lacking * self._seat_s())
 
-    def _has_room(self, turn: Turn) -> bool:
-        bounds, queue = self.bounds, self.queue
-        fits_queue = len(queue) < bounds.max_queued and queue.tokens + turn.tokens <= bounds.max_queued_tokens
-        return self.num_seqs + turn.num_seqs <= bounds.max_inflight and (fits_queue or not queue)
+    def _has_room(self, turn: Turn, without: Turn | None = None) -> bool:
+        """Also once `without`, who waits, has gone."""
+        bounds, num_seqs, num_queued, tokens = self.bounds, self.num_seqs, len(self.queue), self.queue.tokens
+        if without is not None:
+            num_seqs, num_queued, tokens = num_seqs - without.num_seqs, num_queued - 1, tokens - without.tokens
+        fits_queue = num_queued < bounds.max_queued and tokens + turn.tokens <= bounds.max_queued_tokens
+        return num_seqs + turn.num_seqs <= bounds.max_inflight and (fits_queue or not num_queued)
 
     def _make_room(self, turn: Turn, now_s: float) -> Shed | None:
-        """Turn others away for it, newest first, or say why not."""
-        while not self._has_room(turn):
-            other = self.queue.to_displace(turn.tenant, turn.band)
-            if other is None:
-                return self._full(turn, now_s)
-            self.leave(other, now_s)
-            message = "its place in the queue went to a tenant that takes less, or to a higher priority"
-            retry_after_s = self._appointment(other, self.queue.tokens / self._rate(), now_s)
-            self._displaced.append((other, Shed(Reason.DISPLACED, message, retry_after_s)))
+        """Turn another one away for it, where that is enough, or say why not: nobody goes for a call that is refused, too."""
+        other = self.queue.to_displace(turn.tenant, turn.band)
+        if other is None or not self._has_room(turn, without=other):
+            return self._full(turn, now_s)
+        self.leave(other, now_s)
+        message = "its place in the queue went to a tenant that takes less, or to a higher priority"
+        retry_after_s = self._appointment(other, self.queue.tokens / self._rate(), now_s)
+        self._displaced.append((other, Shed(Reason.DISPLACED, message, retry_after_s)))
         return None
 
     def _full(self, turn: Turn, now_s: float) -> Shed:

@@ -44,10 +44,11 @@ def turn(
     num_seqs: int = 1,
     max_tokens: int = 100,
     min_tokens: int = 0,
+    asks_ttft: bool = False,
 ) -> Turn:
     return Turn(
         tenant, band, tokens, since_s, "interactive", ttft_s, tpot_s, class_tpot_s, since_s + timeout_s, num_seqs, tokens,
-        max_tokens, min_tokens,
+        max_tokens, min_tokens, asks_ttft,
     )  # fmt: skip
 
 
@@ -168,12 +169,50 @@ def test_a_hint_never_promises_more_than_a_minute() -> None:
     assert hints[-1] == MAX_RETRY_AFTER_S
 
 
-def test_a_prompt_too_long_for_its_target_is_served_in_slack_and_nowhere_else() -> None:
+def test_a_prompt_too_long_for_its_class_s_target_waits_behind_those_that_can_be_served_in_time() -> None:
     policy = admission()
-    assert let_in(policy, turn(5_000)).released_s == 0.0
-    shed = policy.arrive(turn(5_000), 0.0)
+    first = let_in(policy, turn(5_000))
+    waits = let_in(policy, turn(5_000))
+    assert (first.released_s, waits.released_s) == (0.0, None)
+    assert policy.due(4.9) == ([], [])  # its class's 2 s are long over
+    policy.began(first, 5.0)
+    policy.observe((prefill(), decode()), 5.0)
+    short = let_in(policy, turn(100, since_s=5.0), 5.0)
+    assert policy.due(5.0)[0] == [short]
+    assert policy.due(5.1)[0] == [waits]
+
+
+def test_a_target_that_the_call_itself_asks_for_is_no_reason_to_wait_where_it_cannot_be_met() -> None:
+    policy = admission()
+    assert let_in(policy, turn(5_000, asks_ttft=True)).released_s == 0.0  # in slack
+    shed = policy.arrive(turn(5_000, asks_ttft=True), 0.0)
     assert shed is not None
     assert shed.reason is Reason.TTFT
+
+
+def test_a_long_prompt_is_refused_where_its_deadline_comes_first() -> None:
+    policy = admission()
+    let_in(policy, turn(5_000))
+    shed = policy.arrive(turn(5_000, timeout_s=9.0), 0.0)
+    assert shed is not None
+    assert shed.reason is Reason.DEADLINE
+    waits = let_in(policy, turn(5_000, timeout_s=11.0))
+    assert policy.due(6.1)[1][0][0] is waits
+
+
+def test_more_answers_than_there_are_seats_are_no_reason_to_refuse_the_first() -> None:
+    policy = admission(prefill(), decode(max_seqs=4))
+    assert let_in(policy, turn(num_seqs=16)).released_s == 0.0
+
+
+def test_long_answers_of_others_do_not_refuse_a_short_deadline_where_nobody_waits() -> None:
+    policy = admission(prefill(), decode(step_s=0.05))
+    for number in range(50):
+        call = let_in(policy, turn(max_tokens=10_000, since_s=100.0 * number), 100.0 * number)
+        policy.began(call, 100.0 * number + 0.1)
+        policy.charge(call, 1_000)
+        policy.leave(call, 100.0 * number + 50.0)
+    assert let_in(policy, turn(max_tokens=10_000, timeout_s=10.0, since_s=9_000.0), 9_000.0).released_s is not None
 
 
 def test_targets_do_not_shed_where_that_is_switched_off() -> None:
@@ -245,6 +284,16 @@ def test_a_full_queue_makes_room_for_whoever_takes_less() -> None:
     let_in(policy, turn(100, light))
     assert [(who, why.reason) for who, why in policy.due(0.0)[1]] == [(waiting[-1], Reason.DISPLACED)]
     assert len(policy.queue) == 4
+
+
+def test_nobody_is_displaced_for_a_call_that_is_refused_nevertheless() -> None:
+    heavy, light = Tenant("heavy"), Tenant("light")
+    policy = admission(max_inflight=3)
+    for _ in range(3):
+        let_in(policy, turn(100, heavy))
+    assert policy.arrive(turn(50, light, num_seqs=3), 0.0) is not None
+    assert policy.due(0.0) == ([], [])
+    assert (policy.num_seqs, len(policy.queue)) == (3, 2)
 
 
 def test_running_streams_keep_their_time_per_token() -> None:
