@@ -133,9 +133,9 @@ class Turns:
         self._places[id(turn)] = self._fresh[id(turn)] = place
         if turn.released_s is None:
             place.waits = asyncio.get_running_loop().create_future()
-            self._pump()
         else:
             self._metrics.waited(turn.slo_class, 0.0)
+        self._pump()  # somebody may have had to go for it, also where it need not wait
 
     def began(self, place: Place, turn: Turn) -> None:
         """See `Place`."""

@@ -1,0 +1,74 @@
+"""Places live: who is let go is told at once, and whoever leaves at any moment leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from baton.config import RouterConfig
+from baton.errors import Overloaded
+from baton.model_files import ModelFiles
+from baton.v1 import control_pb2
+from router import turns as live
+from router.admission import Turn
+from router.admission_metrics import AdmissionMetrics
+from router.capacity import WorkerLoad
+from router.fleet import Fleet
+from router.handoff import SequenceReport
+from router.series import Registry
+from router.session import Liveness, SessionIdentity
+from router.tenants import Tenant
+from router.turns import Place, Turns
+from tests.router.router_rig import running_rig
+
+IDLE = [
+    WorkerLoad("p0", True, False, 100.0, 0, 0, 0.0, 64, 100_000, 0),
+    WorkerLoad("d0", False, True, math.inf, 0, 0, 0.0, 64, 100_000, 0),
+]
+
+
+async def arrived(turns: Turns, tenant: Tenant) -> Place:
+    now_s = asyncio.get_running_loop().time()
+    place = turns.knock(tenant, 1, "batch")
+    place.arrive(Turn(tenant, 0, 100, now_s, "batch", 60.0, 1.0, 1.0, now_s + 600.0, 1, 100, 10), [SequenceReport()])
+    return place
+
+
+async def test_who_went_for_another_one_hears_of_it_at_once_and_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "worker_loads", lambda fleet: IDLE)
+    fleet = Fleet(SessionIdentity("r", 1), Liveness(), 0, 16)
+    turns = Turns(RouterConfig(max_inflight=2), fleet, AdmissionMetrics(Registry()))
+    heavy, light = Tenant("heavy"), Tenant("light")
+    first, waits = await arrived(turns, heavy), await arrived(turns, heavy)
+    assert waits.waits is not None
+    first._began()  # its lane is free, and nobody has looked since
+    turns.admission.observe(IDLE, asyncio.get_running_loop().time())
+    monkeypatch.setattr(turns, "_look", lambda now_s: None)
+    monkeypatch.setattr(turns.admission, "_seats", {})
+    last = await arrived(turns, light)
+    assert last.waits is None
+    for place in (waits, first, last):
+        place.close()
+    with pytest.raises(Overloaded):
+        await waits.wait()
+    assert (turns.admission.num_seqs, len(turns.admission.queue)) == (0, 0)
+    assert not turns._places
+
+
+async def test_a_class_that_is_gone_once_the_prompt_is_tokenised_fails_nobody(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = control_pb2.SloSet(version=1, classes=[control_pb2.SloClass(name="new", ttft_ms=1e3, tpot_ms=100.0)])
+    async with running_rig(files) as rig:
+        calls = rig.front_end.calls
+        encode = calls._tokenizer.encode
+
+        async def slowly(*args: object, **options: object) -> tuple[int, ...]:
+            calls._slo_watch.apply(others)
+            return await encode(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(calls._tokenizer, "encode", slowly)
+        response = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 3})
+        assert response.status_code == 200, response.text
