@@ -1,6 +1,7 @@
 """What a tenant's keys limit: answers at once, requests per minute, tokens per minute. Pure.
 
-Rates are buckets that hold one minute's worth, so a minute of silence may be made up for and no more. Tokens are taken when
+Rates are buckets that hold one minute's worth, so a minute of silence may be made up for and no more; at least one call, or
+a limit of less than one per minute would let none pass. Tokens are taken when
 they are known, prompt first, output at the end; a bucket may go below 0 then, and the next call waits until it is above. A
 refusal names the limit and when it will be kept. A tenant that nobody limits costs nothing here.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from router.tenants import NO_LIMIT, Tenant
 
 MINUTE_S = 60.0
@@ -25,7 +26,7 @@ class _Bucket:
     def level(self, per_min: float, now_s: float) -> float:
         self.spent = max(0.0, self.spent - (now_s - self.at_s) * per_min / MINUTE_S)
         self.at_s = now_s
-        return per_min - self.spent
+        return max(1.0, per_min) - self.spent
 
 
 @dataclass(slots=True)
@@ -46,8 +47,11 @@ class Quotas:
 
         Raises:
             Overloaded: a limit is reached; nothing was taken. `field` names the limit.
+            InvalidRequest: it can never be kept.
         """
         use = self._use(tenant)
+        if num_seqs > tenant.max_concurrent:
+            raise InvalidRequest(f"n is {num_seqs}; the limit of this key is {tenant.max_concurrent:g}", field="n")
         if use.num_seqs + num_seqs > tenant.max_concurrent:
             raise Overloaded(
                 f"max_concurrent: {use.num_seqs} answers are under way; the limit of this key is {tenant.max_concurrent:g}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from router.quota import Quotas
 from router.tenants import OPEN, Tenant
 
@@ -37,6 +37,20 @@ def test_a_minute_s_requests_may_come_at_once_and_then_at_their_rate() -> None:
     assert refusal(quotas, tenant, 102.0).field == "requests_per_min"
     for _ in range(30):
         quotas.take(tenant, 1, 1_000.0)
+
+
+def test_less_than_one_request_per_minute_is_a_limit_and_not_a_closed_door() -> None:
+    quotas, tenant = Quotas(), Tenant("a", requests_per_min=0.5)
+    quotas.take(tenant, 1, 0.0)
+    assert refusal(quotas, tenant, 0.0).retry_after_s == pytest.approx(120.0)
+    quotas.take(tenant, 1, 120.0)
+
+
+def test_more_answers_than_a_key_may_ever_have_at_once_are_refused_for_good() -> None:
+    quotas, tenant = Quotas(), Tenant("a", max_concurrent=2)
+    with pytest.raises(InvalidRequest, match="n is 3; the limit of this key is 2"):
+        quotas.take(tenant, 3, 0.0)
+    assert quotas.num_seqs(tenant) == 0
 
 
 def test_who_comes_back_when_told_is_let_in() -> None:
