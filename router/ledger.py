@@ -56,8 +56,8 @@ class Ledger:
             CallRecord(
                 slo_class=slo.name,
                 finished=outcome == "finished",
-                ttft_s=timings.ttft_ms / 1e3 if first.num_tokens else None,
-                queue_s=timings.queue_ms / 1e3 if first.num_tokens else None,
+                ttft_s=timings.ttft_ms / 1e3 if first.first_token_s else None,
+                queue_s=timings.queue_ms / 1e3 if first.first_token_s else None,
                 handoff_gap_s=timings.handoff_gap_ms / 1e3 if timings.handoff_gap_ms else None,
                 gaps_s=gaps_s,
                 call_s=call_s,
@@ -93,9 +93,10 @@ class Ledger:
 
 
 def tpot_ms(report: SequenceReport) -> float:
-    if report.num_tokens < 2:
+    """Of the tokens that came here: a resumed call's first ones did not."""
+    if not report.gaps_s:
         return 0.0
-    return (report.last_token_s - report.first_token_s) * 1e3 / (report.num_tokens - 1)
+    return (report.last_token_s - report.first_token_s) * 1e3 / len(report.gaps_s)
 
 
 def _verdict(
