@@ -99,10 +99,11 @@ def with_stop_strings(
     made = []
     for request, heard in zip(asked, undisturbed, strict=True):
         text = heard.text[0]
-        if len(text) > 20 and text.isprintable():
+        stop = text[len(text) // 2 : len(text) // 2 + 4]
+        if stop and "\ufffd" not in stop:  # which stands for bytes that are no text
             again = serving_pb2.GenerateRequest()
             again.CopyFrom(request)
-            again.stop.append(text[len(text) // 2 : len(text) // 2 + 4])
+            again.stop.append(stop)
             made.append(again)
     return made
 
