@@ -40,6 +40,7 @@ class Bulk:
         self.places = asyncio.Semaphore(max_calls)
         self._stream: _Stream | None = None
         self._leaving: set[_Stream] = set()
+        self._is_left = False
 
     def generate(
         self,
@@ -53,7 +54,9 @@ class Bulk:
         return BulkAnswer(self, self._progress(to_request(prompt, resumable, sampling), timeout_s))
 
     def stream(self) -> _Stream:
-        """One that takes calls."""
+        """One that takes calls. Raises: CallFailed, where the block was left."""
+        if self._is_left:
+            raise _left()
         stream = self._stream
         if stream is None or not stream.takes_calls:
             if stream is not None and not stream.ended:
@@ -66,6 +69,7 @@ class Bulk:
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._is_left = True
         streams = [*self._leaving, *([self._stream] if self._stream is not None else [])]
         for stream in streams:
             stream.task.cancel()
@@ -118,6 +122,10 @@ class BulkAnswer:
                     await asyncio.sleep(progress.delay_s(failed))
 
 
+def _left() -> CallFailed:
+    return CallFailed("CANCELLED", "the block of these calls was left")
+
+
 class _Stream:
     """One Session and the calls on it."""
 
@@ -167,11 +175,12 @@ class _Stream:
             yield message
 
     async def _run(self) -> None:
-        failed = CallFailed("UNAVAILABLE", "the stream was closed")
+        failed = _left()
         call = self._stub.Session(self._messages(), metadata=self._metadata)
         try:
             async for reply in call:
                 self._on_reply(reply)
+            failed = CallFailed("UNAVAILABLE", "the stream ended without the ends of its calls")
         except grpc.aio.AioRpcError as error:
             failed = from_rpc_error(error)
         finally:

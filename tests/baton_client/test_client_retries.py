@@ -231,3 +231,36 @@ def test_the_client_loads_of_baton_nothing_but_its_stubs() -> None:
     packages = ["baton", "torch", "ray", "numpy", "router", "worker", "engine", "kv_transfer", "cli", "bench"]
     listed = subprocess.run([sys.executable, "-c", code, *packages], capture_output=True, text=True, check=True)
     assert {name for name in listed.stdout.split() if not name.startswith("baton.v1")} == {"baton"}
+
+
+class Silent(serving_pb2_grpc.ServingServicer):
+    """Takes Sessions and says nothing."""
+
+    def __init__(self) -> None:
+        self.num_streams = self.num_calls = 0
+        self.heard = asyncio.Event()
+
+    async def Session(self, requests: AsyncIterator[serving_pb2.SessionCall], context: Context) -> None:  # type: ignore[override]
+        self.num_streams += 1
+        async for message in requests:
+            if message.HasField("start"):
+                self.num_calls += 1
+                self.heard.set()
+
+
+async def test_leaving_a_bulk_block_ends_what_still_runs_and_opens_nothing_new() -> None:
+    server, silent = grpc.aio.server(), Silent()  # type: ignore[abstract]  # nobody calls the rest
+    serving_pb2_grpc.add_ServingServicer_to_server(silent, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}", retry=QUICK) as client:
+        async with client.bulk() as bulk:
+            late = bulk.generate("hi")
+            reading = asyncio.create_task(bulk.generate("hi").text())
+            await silent.heard.wait()
+        for answer in (reading, late.text()):
+            with pytest.raises(CallFailed) as left:
+                await asyncio.wait_for(answer, 10)
+            assert left.value.status == "CANCELLED"
+    await server.stop(None)
+    assert silent.num_streams == silent.num_calls == 1
