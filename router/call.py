@@ -470,6 +470,7 @@ class Calls:
             session_id=call.spec.labels.session_id,
             ttft_ms=call.slo.ttft_ms,
             tpot_ms=call.slo.tpot_ms,
+            explain=call.spec.labels.explain,
             prefer=prefer,
             hashes=call.hashes,
             fingerprint=point.fingerprint,

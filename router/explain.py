@@ -28,6 +28,7 @@ from router.worker_table import CONNECTING, LINK_STATES, Floats, LinkView, Worke
 
 NUM_BEST = 4  # of each measure: the one taken, and whom it was compared with
 MAX_KEPT = 1_024  # requests; a few KB each
+KEPT_PER_S = 100.0  # choices, at 36 us each (docs/placement.md): 0.4 % of a core, and more than anybody looks at
 MAX_CHOICES = 16  # of one request: answers times attempts
 
 Json = dict[str, Any]
@@ -274,10 +275,22 @@ def brief_json(explanation: Explanation) -> str:
 
 
 class Explanations:
-    """The last MAX_KEPT requests' choices; of one request the last MAX_CHOICES, oldest first."""
+    """The last MAX_KEPT requests' choices; of one request the last MAX_CHOICES, oldest first. Of a router that makes more
+    than KEPT_PER_S, those there is room for; a caller who wants to know (x-baton-explain) is always told."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, list[Explanation]] = OrderedDict()
+        self._room = KEPT_PER_S
+        self._now_s = 0.0
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether one more may be made now; counts it."""
+        self._room = min(KEPT_PER_S, self._room + KEPT_PER_S * (now_s - self._now_s))
+        self._now_s = now_s
+        if self._room < 1:
+            return False
+        self._room -= 1
+        return True
 
     def add(self, explanation: Explanation) -> None:
         choices = self._kept.setdefault(explanation.demand.request_id, [])

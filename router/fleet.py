@@ -263,7 +263,7 @@ class Placed:
     decode: Endpoint
     plan: Plan
     holder: Endpoint | None  # whom to pull from
-    explanation: Explanation
+    explanation: Explanation | None
 
 
 class Fleet:
@@ -530,8 +530,9 @@ class Fleet:
         outlook = self._look(demand, avoid)
         found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
         made = plan(found, outlook) if isinstance(found, Choice) else None
-        told = explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer))
-        if demand.request_id:
+        told = None
+        if demand.explain or (demand.request_id and self.explanations.has_room(time.monotonic())):
+            told = explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer))
             self.explanations.add(told)
         if isinstance(found, NoPlace):
             return found
@@ -571,7 +572,7 @@ class Fleet:
         np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
         return look(self.table, demand, avoid)
 
-    def _take(self, choice: Choice, plan: Plan, demand: Demand, told: Explanation) -> Placed:
+    def _take(self, choice: Choice, plan: Plan, demand: Demand, told: Explanation | None) -> Placed:
         prefill, decode = self._by_row[choice.prefill_row], self._by_row[choice.decode_row]
         holder = self._by_row[self.table.row_of[plan.pull.worker_id]] if plan.pull is not None else None
         if plan.forgone:

@@ -94,6 +94,7 @@ class SequenceJob:
     session_id: str = ""  # of the conversation
     ttft_ms: float = 0.0  # targets of the call; 0 = none
     tpot_ms: float = 0.0
+    explain: bool = False  # say why each attempt went where it went
     prefer: str = ""  # a prefill worker that has the prompt in its cache
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already
     fingerprint: str = ""  # of the only model that may go on with what the report begins with; "" = any
@@ -221,6 +222,7 @@ class Sequences:
             num_tokens + request.num_tokens_left,
             await self._hashes(job, request),
             fingerprint=fingerprint,
+            explain=job.explain,
             request_id=job.request.request_id,
             session_id=job.session_id,
             ttft_ms=job.ttft_ms,

@@ -59,6 +59,7 @@ class Demand:
     max_total_tokens: int  # prompt + max_tokens; the last one needs no KV
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks
     fingerprint: str = ""  # of the only model that may serve it, since it made the tokens already sent; "" = any
+    explain: bool = False  # the caller wants to know why
     request_id: str = ""  # under which the choice can be explained
     session_id: str = ""  # of the conversation
     ttft_ms: float = 0.0  # targets of the call; 0 = not said

@@ -18,7 +18,10 @@ def request_routes(controller: Controller, doors: Doors) -> APIRouter:
     async def explain(request_id: str) -> dict[str, object]:
         answers = await controller.explain(request_id)
         if not answers:
-            raise NotFound("no router remembers placing this request; each keeps its last 1,024", field="request_id")
+            raise NotFound(
+                "no router remembers placing this request; each keeps its last 1,024, and of a busy second 100",
+                field="request_id",
+            )
         placements = [
             {"router": answer.router_id, **placement} for answer in answers for placement in json.loads(answer.json)
         ]
