@@ -36,6 +36,14 @@ class CallFailed(Exception):
         self.kind = kind
 
 
+class CallShed(CallFailed):
+    """The server has too much to do and turned the call away; it asked to be left alone for `retry_after_s` (0: not said)."""
+
+    def __init__(self, kind: str, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(kind, message)
+        self.retry_after_s = retry_after_s
+
+
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
     model: str

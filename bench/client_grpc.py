@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.errors import Overloaded
 from baton.timings import Timings
 from baton.v1 import serving_pb2, serving_pb2_grpc
-from bench.client import CallFailed, Finish, TargetInfo, Tokens
+from bench.client import CallFailed, CallShed, Finish, TargetInfo, Tokens
 from bench.workload import PlannedCall
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ CONNECT_TIMEOUT_S = 10.0  # as over HTTP
 
 
 class GrpcClient:
-    def __init__(self, address: str, *, model: str = "", ignore_eos: bool = True) -> None:
+    def __init__(self, address: str, *, model: str = "", ignore_eos: bool = True, slo_class: str = "") -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self._stub: ServingAsyncStub = serving_pb2_grpc.ServingStub(self._channel)
         self._model = model
         self._ignore_eos = ignore_eos
+        self._slo = serving_pb2.Slo(class_name=slo_class)
 
     async def prepare(self) -> TargetInfo:
         try:
@@ -53,7 +55,7 @@ class GrpcClient:
                     case "done":
                         finish = finish_of(response.done)
                     case "error":
-                        raise CallFailed(f"error_{response.error.code}", response.error.message)
+                        raise error_failed(response.error)
             if finish is None:
                 raise CallFailed("truncated", "the stream ended without done or error")
             yield finish
@@ -75,12 +77,20 @@ class GrpcClient:
             model=self._model,
             token_ids=serving_pb2.TokenIds(ids=call.token_ids),
             sampling=serving_pb2.Sampling(max_tokens=call.max_tokens, seed=call.seed, ignore_eos=self._ignore_eos),
+            slo=self._slo,
             request_id=f"bench-{call.index}",
         )
 
 
 def status_failed(error: grpc.aio.AioRpcError) -> CallFailed:
     return CallFailed(f"grpc_{error.code().name}", error.details() or "")
+
+
+def error_failed(error: serving_pb2.ErrorDetail) -> CallFailed:
+    kind = f"error_{error.code}"
+    if error.code == Overloaded.code:
+        return CallShed(kind, error.message, error.retry_after_s)
+    return CallFailed(kind, error.message)
 
 
 def finish_of(done: serving_pb2.Done) -> Finish:

@@ -17,12 +17,13 @@ from typing import Any
 import orjson
 
 from baton.timings import Timings
-from bench.client import CallFailed, Finish, TargetInfo, Tokens
+from bench.client import CallFailed, CallShed, Finish, TargetInfo, Tokens
 from bench.http_wire import Connection, Head, Pool, SseLines
 from bench.workload import SAFE_VOCABULARY, PlannedCall, words_for
 
 Json = dict[str, Any]  # one decoded object from a foreign server; it goes no further than this module
 MAX_ERROR_CHARS = 300  # of a body that is quoted in the report
+TOO_MANY_REQUESTS = 429
 BAD_FINISH = ("cancelled", "abort", "error")  # finish reasons that are not answers
 
 
@@ -46,9 +47,16 @@ class OpenAIClient:
     """One target URL. Not for use from several event loops."""
 
     def __init__(
-        self, url: str, *, model: str = "", form: PromptForm | None = None, ignore_eos: bool = True, api_key: str = ""
+        self,
+        url: str,
+        *,
+        model: str = "",
+        form: PromptForm | None = None,
+        ignore_eos: bool = True,
+        api_key: str = "",
+        slo_class: str = "",
     ) -> None:
-        self._pool = Pool(url, api_key)
+        self._pool = Pool(url, {"authorization": f"Bearer {api_key}" if api_key else "", "x-slo-class": slo_class})
         self._model = model
         self._form = form
         self._ignore_eos = ignore_eos
@@ -220,7 +228,11 @@ def error_event(error: object) -> CallFailed:
 
 async def refused(connection: Connection, head: Head) -> CallFailed:
     body = b"".join([part async for part in connection.body(head)])
-    return CallFailed(f"http_{head.status}", body.decode(errors="replace")[:MAX_ERROR_CHARS])
+    kind, message = f"http_{head.status}", body.decode(errors="replace")[:MAX_ERROR_CHARS]
+    if head.status != TOO_MANY_REQUESTS:
+        return CallFailed(kind, message)
+    seconds = head.headers.get("retry-after", "")  # or a date, which nobody sends here
+    return CallShed(kind, message, float(seconds) if seconds.isdecimal() else 0.0)
 
 
 def timings_of(baton: Json) -> Timings:

@@ -45,8 +45,10 @@ class Layout:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes `baton up` start just these, all three said so that no default adds one."""
+        """What makes `baton up` start just these, all three said so that no default adds one, and let every call wait: a bench
+        asks what workers do with its calls, not which of them a router would rather have turned away."""
         return {
+            "BATON__ROUTER__SHED_BY_FORECAST": "false",
             "BATON__PREFILL": str(self.prefill),
             "BATON__DECODE": str(self.decode),
             "BATON__BOTH": str(self.both),

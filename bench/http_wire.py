@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from bench.client import CallFailed
 
+NO_FIELDS: Mapping[str, str] = {}
 READ_BYTES = 1 << 16  # asyncio's default stream limit
 CONNECT_TIMEOUT_S = 10.0  # a loopback or data-centre connection takes milliseconds; this only ends hopeless ones
 
@@ -146,8 +147,12 @@ class Connection:
 class Pool:
     """Connections to one origin. `take`, then `give` back whatever happened."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises: CallFailed: this is no URL that can be called."""
+    def __init__(self, url: str, fields: Mapping[str, str] = NO_FIELDS) -> None:
+        """`fields`: headers of every request; empty ones are left out.
+
+        Raises:
+            CallFailed: this is no URL that can be called.
+        """
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -158,8 +163,8 @@ class Pool:
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
-        authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{authorization}"
+        more = "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
+        self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{more}"
         self._idle: list[Connection] = []
 
     def encode(self, method: str, path: str, body: bytes = b"") -> bytes:

@@ -2,7 +2,8 @@
 
 - Open loop: each call leaves when it is due, whether or not earlier ones are done, up to `max_concurrency`; what
   waits there keeps its due instant, so the wait is part of its latency.
-- Closed loop: `concurrency` clients, each sends its next call when its last one has ended.
+- Closed loop: `concurrency` clients, each sends its next call when its last one has ended; one that was turned away waits as
+  long as the server asked for, or clients that ask again at once would be the load.
 A call always ends in exactly one Record; no failure is retried or dropped.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from bench.client import CallFailed, Client, Finish
+from bench.client import CallFailed, CallShed, Client, Finish
 from bench.measure import Outcome, Record
 from bench.workload import PlannedCall
 
@@ -88,12 +89,14 @@ class _Run:
     async def _one_client(self, calls: Iterator[PlannedCall]) -> None:
         ends_s = self.started_s + (self._load.duration_s or float("inf"))
         while time.perf_counter() < ends_s and (call := next(calls, None)) is not None:
-            await self._perform(call, time.perf_counter())
+            record = await self._perform(call, time.perf_counter())
+            await asyncio.sleep(min(record.retry_after_s, max(0.0, ends_s - time.perf_counter())))
 
-    async def _perform(self, call: PlannedCall, due_s: float) -> None:
+    async def _perform(self, call: PlannedCall, due_s: float) -> Record:
         record = await perform(self._client, call, due_s, self._load.call_timeout_s)
         self.records.append(record)
         self._on_record(record)
+        return record
 
 
 @dataclass(slots=True)
@@ -109,10 +112,12 @@ async def perform(client: Client, call: PlannedCall, due_s: float, timeout_s: fl
     """Send one call and see it through to its end, or leave it as planned."""
     sent_s = time.perf_counter()
     seen = _Seen()
-    error_kind, error_message = "", ""
+    error_kind, error_message, retry_after_s = "", "", 0.0
     try:
         await _receive(client, call, timeout_s, seen)
         outcome = Outcome.CANCELLED if seen.left else Outcome.COMPLETED
+    except CallShed as shed:
+        outcome, error_kind, error_message, retry_after_s = Outcome.SHED, shed.kind, str(shed), shed.retry_after_s
     except CallFailed as failure:
         outcome, error_kind, error_message = Outcome.FAILED, failure.kind, str(failure)
     counted = seen.finish or Finish()
@@ -129,6 +134,7 @@ async def perform(client: Client, call: PlannedCall, due_s: float, timeout_s: fl
         timings=counted.timings,
         error_kind=error_kind,
         error_message=error_message,
+        retry_after_s=retry_after_s,
     )
 
 

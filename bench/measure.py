@@ -6,7 +6,8 @@ One Record per call, with the time at which each of its tokens reached the clien
 - tpot = (last - first) / (n - 1) of one call; itl = single gaps. Tokens that share one chunk share one instant: gaps of 0.
 - handoff gap: what the server measured where it says so, else the client's token 1 -> token 2; the report says which.
 - Percentiles are nearest-rank: always a value that was observed, never an interpolation. Only completed calls enter them.
-- Goodput counts completed calls that met every target, per second; a failed call is a miss, a planned cancel is neither.
+- Goodput counts completed calls that met every target, per second; a call that failed or was shed is a miss, a planned cancel
+  is neither.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from baton.timings import Timings
 class Outcome(enum.StrEnum):
     COMPLETED = "completed"
     CANCELLED = "cancelled"  # by the plan of the workload
+    SHED = "shed"  # turned away by a server with too much to do
     FAILED = "failed"
 
 
@@ -44,6 +46,7 @@ class Record:
     timings: Timings | None = None
     error_kind: str = ""
     error_message: str = ""
+    retry_after_s: float = 0.0  # what a server that turned it away asked for
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +110,7 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 class SloReport:
     ttft_ms: float
     tpot_ms: float
-    num_judged: int  # completed + failed
+    num_judged: int  # completed + shed + failed
     verdicts: dict[str, int]  # baton.slo.Verdict -> calls; the first miss wins
     attainment: float  # met / judged
     goodput_per_s: float
@@ -119,8 +122,9 @@ class Summary:
     num_calls: int
     num_completed: int
     num_cancelled: int
+    num_shed: int
     num_failed: int
-    errors: dict[str, int]
+    errors: dict[str, int]  # of calls that failed or were shed
     error_examples: dict[str, str]  # first message of each kind
     prompt_tokens: int  # of completed calls
     cached_tokens: int
@@ -148,7 +152,8 @@ def summarise(records: Sequence[Record], *, started_s: float, slo: SLO) -> Summa
     """Fold the records of one load, warm-up excluded by the caller."""
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     cancelled = [record for record in records if record.outcome is Outcome.CANCELLED]
-    failed = [record for record in records if record.outcome is Outcome.FAILED]
+    failed = [record for record in records if record.outcome in (Outcome.SHED, Outcome.FAILED)]
+    num_shed = sum(record.outcome is Outcome.SHED for record in failed)
     duration_s = max((record.end_s for record in records), default=started_s) - started_s
     per_second = 1 / duration_s if duration_s > 0 else 0.0
     gap_source, gaps = handoff_gaps(completed)
@@ -159,7 +164,8 @@ def summarise(records: Sequence[Record], *, started_s: float, slo: SLO) -> Summa
         num_calls=len(records),
         num_completed=len(completed),
         num_cancelled=len(cancelled),
-        num_failed=len(failed),
+        num_shed=num_shed,
+        num_failed=len(failed) - num_shed,
         errors=dict(Counter(record.error_kind for record in failed).most_common()),
         error_examples={record.error_kind: record.error_message for record in reversed(failed)},
         prompt_tokens=sum(record.prompt_tokens for record in completed),

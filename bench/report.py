@@ -102,7 +102,8 @@ def format_ms(value: float) -> str:
 def notes(summary: Summary, generator: Generator) -> Iterator[str]:
     slo = summary.slo
     yield (
-        f"{summary.num_completed} completed, {summary.num_cancelled} cancelled as planned, {summary.num_failed} failed "
+        f"{summary.num_completed} completed, {summary.num_cancelled} cancelled as planned, {summary.num_shed} shed, "
+        f"{summary.num_failed} failed "
         f"of {summary.num_calls} calls in {summary.duration_s:.1f} s"
     )
     yield (

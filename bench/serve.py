@@ -50,6 +50,7 @@ class ServeOptions:
     model: str = ""  # "" = the first that the target lists
     prompt_form: PromptForm | None = None  # HTTP only; None = the first that the target takes
     api_key_file: Path | None = None
+    slo_class: str = ""  # as the target knows it; "" = its default
     rate_per_s: float | None = None
     uniform: bool = False  # evenly spaced arrivals instead of Poisson
     trace: Path | None = None
@@ -100,7 +101,7 @@ class ServeResult:
 
     @property
     def all_failed(self) -> bool:
-        return self.summary.num_failed == self.summary.num_calls
+        return self.summary.num_failed + self.summary.num_shed == self.summary.num_calls
 
 
 async def serve(options: ServeOptions, on_record: Callable[[Record], None] = lambda _record: None) -> ServeResult:
@@ -139,10 +140,17 @@ async def serve(options: ServeOptions, on_record: Callable[[Record], None] = lam
 def connect(options: ServeOptions) -> Client:
     address = options.target.removeprefix("grpc://")
     if address != options.target:
-        return GrpcClient(address, model=options.model, ignore_eos=options.ignore_eos)
+        return GrpcClient(address, model=options.model, ignore_eos=options.ignore_eos, slo_class=options.slo_class)
     key = options.api_key_file.read_text().strip() if options.api_key_file else ""
     url = options.target.rstrip("/").removesuffix("/v1")
-    return OpenAIClient(url, model=options.model, form=options.prompt_form, ignore_eos=options.ignore_eos, api_key=key)
+    return OpenAIClient(
+        url,
+        model=options.model,
+        form=options.prompt_form,
+        ignore_eos=options.ignore_eos,
+        api_key=key,
+        slo_class=options.slo_class,
+    )
 
 
 def num_requests(options: ServeOptions) -> int | None:

@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=list(PromptForm),
         help="HTTP only; default: the first that is accepted",
     )
+    add("--slo-class", default="", help="of Baton's, by which a router admits calls; default: what the target takes")
     add("--api-key-file", type=Path, help="HTTP only: a file that holds the bearer token")
     add = parser.add_argument_group("pace").add_argument
     add("--rate", type=positive_float, help="open loop: calls per second")
@@ -91,6 +92,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         model=args.model,
         prompt_form=args.prompt_form,
         api_key_file=args.api_key_file,
+        slo_class=args.slo_class,
         rate_per_s=args.rate,
         uniform=args.arrivals == "uniform",
         trace=args.trace,

@@ -26,6 +26,7 @@ class Script:
     stop_after: int | None = None  # tokens, then the stream just ends
     error_after: int | None = None  # tokens, then an error event
     status: int = 200  # HTTP status, or grpc.StatusCode.UNAVAILABLE where it is not 200
+    shed_s: float | None = None  # turned away, with this much to wait
     done: bool = True  # the closing [DONE]
     with_ids: bool = False  # HTTP: token_ids in chunks
     with_timings: bool = True
@@ -87,6 +88,9 @@ async def openai_server(
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         script = script_for(body)
+        if script.shed_s is not None:
+            write_json(writer, 429, {"error": {"message": "scripted"}}, b"retry-after: %d\r\n" % script.shed_s)
+            return
         if script.status != 200:
             write_json(writer, script.status, {"error": {"message": "scripted refusal"}})
             return
@@ -121,9 +125,9 @@ def is_refused(body: dict[str, Any], refuses: tuple[str, ...]) -> bool:
     return kind in refuses
 
 
-def write_json(writer: asyncio.StreamWriter, status: int, document: object) -> None:
+def write_json(writer: asyncio.StreamWriter, status: int, document: object, fields: bytes = b"") -> None:
     body = json.dumps(document).encode()
-    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+    writer.write(b"HTTP/1.1 %d X\r\n%bcontent-length: %d\r\n\r\n%b" % (status, fields, len(body), body))
 
 
 async def sse_events(script: Script, body: dict[str, Any]) -> AsyncIterator[dict[str, Any] | bytes | None]:
@@ -182,6 +186,10 @@ class ScriptedServing(serving_pb2_grpc.ServingServicer):
         self, request: serving_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[serving_pb2.GenerateResponse]:
         script = self._script_for(request)
+        if script.shed_s is not None:
+            error = serving_pb2.ErrorDetail(code="overloaded", message="scripted", retry_after_s=script.shed_s)
+            yield serving_pb2.GenerateResponse(error=error)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "scripted")
         if script.status != 200:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted refusal")
         self._seen.enter(request)

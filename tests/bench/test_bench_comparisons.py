@@ -157,7 +157,7 @@ def test_the_table_names_the_machine_and_shows_what_came_out() -> None:
     machine = Machine(cpu="Some CPU", num_cores=2, memory_gib=8.0, system="Linux x86_64", python="3.11.7")
     lines = markdown([Row("P/D 1+1", 8, summary, 0.1)], machine).splitlines()
     assert lines[0] == "Some CPU, 2 cores, 8 GiB, Linux x86_64, Python 3.11.7"
-    assert lines[-1] == "| P/D 1+1 | 8 | 1.0 | 500 / 500 | - / - | 500 / 500 | 2 | 1 |"
+    assert lines[-1] == "| P/D 1+1 | 8 | 1.0 | 500 / 500 | - / - | 500 / 500 | 2 | 0 | 1 |"
     assert lines[-1].count("|") == lines[-2].count("|") == lines[-3].count("|")
 
 

@@ -18,6 +18,7 @@ import pytest
 from bench.cli import add_bench_parser
 from bench.client import CallFailed
 from bench.client_openai import PromptForm
+from bench.http_wire import Pool
 from bench.loadgen import perform
 from bench.measure import GAP_FROM_CLIENT, GAP_FROM_SERVER, Outcome
 from bench.serve import ServeOptions, UsageError, connect, serve
@@ -105,6 +106,32 @@ async def test_whatever_goes_wrong_is_a_failure_counted_by_kind(
     assert (summary.num_completed, summary.num_failed) == (8, 4)
     assert summary.slo.verdicts["failed"] == 4
     assert seen.num_inflight == 0
+
+
+@BOTH
+async def test_calls_that_are_turned_away_are_counted_as_shed_and_clients_wait_as_told(server: Server) -> None:
+    num_calls = 0
+
+    def first_two(body: Any) -> Script:
+        nonlocal num_calls
+        num_calls += 1
+        return Script(shed_s=1.0) if 2 <= num_calls <= 3 else Script()  # call 1 is the probe
+
+    async with server(first_two) as (target, _):
+        options = replace(QUICK, target=target, concurrency=1, num_requests=4, prompt_form=PromptForm.TOKEN_IDS)
+        result = await serve(options)
+    summary = result.summary
+    assert (summary.num_completed, summary.num_shed, summary.num_failed) == (2, 2, 0)
+    assert summary.slo.verdicts["failed"] == 2
+    assert summary.duration_s >= 2.0
+    assert not result.all_failed
+
+
+async def test_the_class_travels_as_a_header_and_in_the_message() -> None:
+    async with grpc_server(lambda _body: Script()) as (target, seen):
+        await serve(replace(QUICK, target=target, num_requests=1, slo_class="batch"))
+    assert seen.bodies[0].slo.class_name == "batch"
+    assert b"x-slo-class: batch\r\n" in Pool("http://127.0.0.1", {"x-slo-class": "batch", "x": ""}).encode("GET", "/")
 
 
 async def test_an_http_stream_without_done_is_truncated_however_clean_its_end() -> None:
