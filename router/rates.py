@@ -7,6 +7,7 @@ would stay so for ever: each pull forgone moves it a little towards the default,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
@@ -74,7 +75,7 @@ class Rates:
 
     def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
         """Take a pull's outcome. One that brought nothing only says that the wire is no faster than that."""
-        if stats.pull_ms <= 0:
+        if not 0 < stats.pull_ms < math.inf:
             return
         sample = (stats.pulled_bytes or asked_bytes) / (1e-3 * stats.pull_ms)
         if stats.pulled_bytes or sample < self.kv_bytes_per_s:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -362,6 +363,7 @@ class WorkerSession:
             raise SessionLost(f"another worker, {opened.worker_id!r}, answers at {self.address}")
         self.worker_id = opened.worker_id
         root = PrefixRoot(opened.fingerprint, opened.kv_dtype, opened.block_size)
+        _make_plain(opened.load)
         self.view = WorkerView(opened, opened.load, self._follow(root, opened.num_blocks))
         self._note_load(opened.load)
         log.info(
@@ -381,6 +383,7 @@ class WorkerSession:
     def _on_load(self, load: worker_pb2.Load) -> None:
         if self.view is None:
             return
+        _make_plain(load)
         changed = load.role != self.view.load.role or load.draining != self.view.load.draining
         self.view.load = load
         self._note_load(load)
@@ -420,6 +423,12 @@ def _being_cancelled() -> bool:
     """Whether this task, and not just a call it awaits, was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _make_plain(load: worker_pb2.Load) -> None:
+    """Take a step time that is no time for one not measured: averages over workers never lose a NaN again."""
+    if not 0.0 <= load.step_ms < math.inf:
+        load.step_ms = 0.0
 
 
 def _logprobs(entry: worker_pb2.TokenLogprobs) -> Logprobs:
