@@ -6,6 +6,7 @@
                 One that has not sent a whole request head is idle, however often it sends a byte
     Exchange    one request's side of its connection, handed to the application in the ASGI scope: it writes the response
                 itself, in as few writes as it likes, and is told when the client leaves or falls behind
+    Upgrades    are not made (RFC 9110, 7.8 allows to ignore the wish): Java's HttpClient asks for h2c with every first request
 
 Invariants: a response is begun at most once, by ASGI's `send` or by the Exchange, never by both. An Exchange that has ended
 writes nothing more. Event loop only.
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -31,6 +33,7 @@ EXTENSION = "baton.exchange"
 READS_PER_TURN = 8
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
 HEAD_TOO_LARGE = b"the request head is too large; the limit is %d bytes" % MAX_HEAD_BYTES
+NO_HTTP = b"this is no HTTP/1.1 request"
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, so that they close first
 SWEEP_S = 5.0  # how late an idle connection may be closed
 
@@ -72,7 +75,7 @@ class Connections:
         if self._num_open > self._max_open:
             if not self._idle_since_s:
                 return False
-            self._close(next(iter(self._idle_since_s)))
+            self._end(next(iter(self._idle_since_s)))
         self.idle(protocol)
         return True
 
@@ -90,18 +93,24 @@ class Connections:
         self._timer.cancel()
 
     def sweep(self) -> None:
-        """Close those that were idle for too long."""
+        """Close those that were idle for too long, also where the client still takes its last answer byte by byte."""
         oldest_s = self._loop.time() - KEEP_ALIVE_S
         while self._idle_since_s:
             protocol, since_s = next(iter(self._idle_since_s.items()))
             if since_s > oldest_s:
                 break
-            self._close(protocol)
+            del self._idle_since_s[protocol]
+            protocol.transport.abort()
         self._timer = self._loop.call_later(SWEEP_S, self.sweep)
 
-    def _close(self, protocol: FrontDoorProtocol) -> None:
+    def _end(self, protocol: FrontDoorProtocol) -> None:
+        """Let it take what was written; where it does not, the next one in need of room, or the sweep, ends it."""
         del self._idle_since_s[protocol]
-        protocol.transport.close()
+        if protocol.transport.is_closing():
+            protocol.transport.abort()
+        else:
+            protocol.transport.close()
+            self.idle(protocol)
 
 
 class Exchange:
@@ -216,8 +225,8 @@ def _nothing() -> None:
     """Nobody listens."""
 
 
-class _HeadTooLarge(Exception):
-    """Ends the parsing of a request whose head nobody may send."""
+class _NotForUs(Exception):
+    """Ends the parsing of a request that nobody may send."""
 
 
 class FrontDoorProtocol(HttpToolsProtocol):
@@ -289,18 +298,34 @@ class FrontDoorProtocol(HttpToolsProtocol):
             data = b"".join(parts)
             self.flow.resume_reading()
         self._part_bytes = len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._exchange is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(431, HEAD_TOO_LARGE)
 
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser gave up."""
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, HEAD_TOO_LARGE)
-        else:
-            self._refuse(400, msg.encode())
+    def _feed(self, data: bytes) -> None:
+        """As uvicorn's `data_received`, without a log line for each client that speaks something else."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(*((431, HEAD_TOO_LARGE) if self._head_bytes > MAX_HEAD_BYTES else (400, NO_HTTP)))
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Go on as if the client had not asked. The parser takes no body behind such a head, so another one gets the head
+        again, without the wish; `rest` is what follows it."""
+        lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] not in (b"upgrade", b"connection")]
+        version = self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(head + rest)
+
+    @property
+    def _is_upgrade(self) -> bool:
+        """The request that is being parsed is not taken: it comes again without the wish."""
+        return bool(self.parser.should_upgrade())
 
     def _refuse(self, status: int, text: bytes) -> None:
         fields = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
@@ -315,10 +340,14 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
+        if self._is_upgrade:
+            if self.parser.get_method() == b"CONNECT":  # the parser's word for it, with or without that header
+                raise _NotForUs
+            return
         if self._head_bytes + self._part_bytes > MAX_HEAD_BYTES:  # perhaps the body's
             self._head_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
             if self._head_bytes > MAX_HEAD_BYTES:
-                raise _HeadTooLarge
+                raise _NotForUs
         self._all.busy(self)
         exchange = self._exchange = Exchange(self, time.monotonic())
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
@@ -326,6 +355,14 @@ class FrontDoorProtocol(HttpToolsProtocol):
         exchange.cycle = self.cycle
         if self._all.leaving:
             self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_upgrade:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """As uvicorn's, without a timer for each request."""

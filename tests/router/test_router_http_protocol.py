@@ -111,6 +111,47 @@ async def test_what_is_no_http_is_refused_and_its_connection_closed() -> None:
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_wish_to_upgrade_is_ignored_and_the_body_is_not_lost(rig: Rig, chunked: bool) -> None:
+    """As Java's HttpClient asks: its first request on a connection, with a body, would go on in HTTP/2."""
+    body = b'{"prompt": "hello", "max_tokens": 2}'
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%b%b\r\n\r\n"
+    async with client_of(rig.front_end.http_port) as client:
+        await client.say(post % (wish, length) + sent + post % (b"", length) + sent)
+        assert [(await client.hear())[0] for _ in range(2)] == [200, 200]
+    async with client_of(rig.front_end.http_port) as slow:
+        for part in (post % (wish, length), sent[:5], sent[5:]):
+            await slow.say(part)
+            await asyncio.sleep(0.02)
+        assert (await slow.hear())[0] == 200
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with serving(echo) as server, client_of(server.port) as client:
+        await client.say(b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.hear())[0] == 400
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_does_not_take_its_answer_is_cut_off_once_it_was_idle_for_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(http_protocol, "SWEEP_S", 0.05)
+
+    async def long(exchange: Exchange, path: str) -> None:
+        send_json(exchange, 200, "x" * (32 << 20))  # beyond what the kernel's buffers take
+
+    async with serving(long) as server, client_of(server.port) as client:
+        await client.say(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        connections = server._connections
+        await until(lambda: connections._num_open == 1, "it is there")
+        await until(lambda: connections._num_open == 0, "it is cut off, having read nothing")
+
+
 async def test_connections_without_a_whole_request_are_closed_after_a_time_and_busy_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
