@@ -172,6 +172,12 @@ class ScriptedServing(serving_pb2_grpc.ServingServicer):
     async def Abort(self, request: serving_pb2.AbortRequest, context: Any) -> serving_pb2.AbortResponse:
         raise NotImplementedError
 
+    def Resume(self, request: serving_pb2.ResumeRequest, context: Any) -> AsyncIterator[serving_pb2.GenerateResponse]:
+        raise NotImplementedError
+
+    def Session(self, requests: Any, context: Any) -> AsyncIterator[serving_pb2.SessionReply]:
+        raise NotImplementedError
+
     async def GetLoads(self, request: serving_pb2.GetLoadsRequest, context: Any) -> serving_pb2.GetLoadsResponse:
         raise NotImplementedError
 
