@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from baton.config import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Role
-from router.admission import Admission, Bounds, Reason, Shed, Turn
+from router.admission import MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Shed, Turn
 from router.admission_metrics import AdmissionMetrics
 from router.capacity import WorkerLoad
 from router.fleet import Fleet
@@ -43,6 +43,7 @@ class Place:
         self.reports: Sequence[SequenceReport] = ()
         self.waits: asyncio.Future[None] | None = None
         self.error: BatonError | None = None  # why it was let go
+        self.is_at_door = True  # its prompt is not tokenised yet
         self._turns = turns
         self._tenant = tenant
         self._num_seqs = num_seqs
@@ -110,21 +111,35 @@ class Turns:
         self._metrics = metrics
         self._places: dict[int, Place] = {}  # that arrived, by id() of the turn
         self._fresh: dict[int, Place] = {}  # of these, without a first token
+        self._num_at_door = 0
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         metrics.follow(lambda: len(self.admission.queue), lambda: self.admission.queue.tokens)
 
     def knock(self, tenant: Tenant, num_seqs: int, slo_class: str) -> Place:
-        """Raises: Overloaded, where a limit of the tenant is reached."""
+        """Raises: Overloaded, where a limit of the tenant is reached, or too many prompts wait to be tokenised."""
+        if self._num_at_door >= self.admission.bounds.max_queued:
+            self._metrics.shed(slo_class, Reason.QUEUE_FULL)
+            message = (
+                f"{self._num_at_door} prompts wait to be tokenised; the limit is {self.admission.bounds.max_queued}"
+            )
+            raise Overloaded(message, retry_after_s=MIN_RETRY_AFTER_S)
         try:
             self.quotas.take(tenant, num_seqs, time.monotonic())
         except Overloaded as error:
             self._metrics.shed(slo_class, error.field)
             raise
+        self._num_at_door += 1
         return Place(self, tenant, num_seqs)
+
+    def _enter(self, place: Place) -> None:
+        """It is at the door no more."""
+        self._num_at_door -= place.is_at_door
+        place.is_at_door = False
 
     def arrive(self, place: Place, turn: Turn) -> None:
         """See `Place`."""
+        self._enter(place)
         now_s = time.monotonic()
         self._look(now_s)
         if shed := self.admission.arrive(turn, now_s):
@@ -146,6 +161,7 @@ class Turns:
 
     def close(self, place: Place, tenant: Tenant, num_seqs: int) -> None:
         """See `Place`."""
+        self._enter(place)
         self.quotas.give_back(tenant, num_seqs)
         turn = place.turn
         if turn is None or self._places.pop(id(turn), None) is None:

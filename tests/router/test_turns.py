@@ -57,6 +57,25 @@ async def test_who_went_for_another_one_hears_of_it_at_once_and_may_leave(monkey
     assert not turns._places
 
 
+async def test_prompts_that_wait_to_be_tokenised_are_bounded_and_leave_the_door_however_they_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "worker_loads", lambda fleet: IDLE)
+    fleet = Fleet(SessionIdentity("r", 1), Liveness(), 0, 16)
+    turns = Turns(RouterConfig(max_queued=2), fleet, AdmissionMetrics(Registry()))
+    tenant = Tenant("a")
+    places = [turns.knock(tenant, 1, "batch") for _ in range(2)]
+    with pytest.raises(Overloaded, match="2 prompts wait to be tokenised; the limit is 2"):
+        turns.knock(tenant, 1, "batch")
+    assert turns.quotas.num_seqs(tenant) == 2
+    places[0].close()
+    inside = await arrived(turns, tenant)
+    places.append(turns.knock(tenant, 1, "batch"))
+    for place in (*places, inside):
+        place.close()
+    assert (turns._num_at_door, turns.quotas.num_seqs(tenant)) == (0, 0)
+
+
 async def test_a_class_that_is_gone_once_the_prompt_is_tokenised_fails_nobody(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
