@@ -82,7 +82,7 @@ class RouterMetrics:
         self._e2e = self._histogram("request_duration_seconds", "Arrival to the end.")
         self._violations = self._counter("request_slo_violation", "Calls that missed a target.", "type")
         self._goodput = self._counter("goodput", "Calls that met every target of their class.")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of admitted calls.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of calls that got a token.")
         self._output = self._counter("generation_tokens", "Tokens generated.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found on the prefill worker.")
@@ -118,6 +118,7 @@ class RouterMetrics:
         of_class = self._of_class.get(record.slo_class) or self._new_class(record.slo_class)
         if record.ttft_s is not None:
             of_class.ttft.observe(record.ttft_s)
+            of_class.prompt.inc(record.prompt_tokens)
             of_class.queries.inc(record.prompt_tokens)
             of_class.hits.inc(record.cached_tokens)
             of_class.local.inc(record.local)
@@ -129,7 +130,6 @@ class RouterMetrics:
             of_class.e2e.observe(record.call_s)
         for gaps_s in record.gaps_s:
             of_class.itl.observe_sorted(gaps_s)
-        of_class.prompt.inc(record.prompt_tokens)
         of_class.output.inc(record.completion_tokens)
         of_class.retries.inc(record.num_retries)
         for transfer in record.transfers:

@@ -74,7 +74,7 @@ class Quotas:
             use.requests.spent += 1.0
 
     def spend(self, tenant: Tenant, num_tokens: int, now_s: float) -> None:
-        """The prompt is known, or the answer."""
+        """The prompt is known, or the answer; below 0: they were not used."""
         if tenant.tokens_per_min != NO_LIMIT:
             bucket = self._use(tenant).tokens
             bucket.level(tenant.tokens_per_min, now_s)

@@ -26,8 +26,8 @@ from router.admission import MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Shed,
 from router.admission_metrics import AdmissionMetrics
 from router.capacity import WorkerLoad
 from router.fleet import Fleet
-from router.handoff import SequenceReport
 from router.quota import Quotas
+from router.sequence import SequenceReport
 from router.tenants import Tenant
 
 PUMP_S = 0.005  # half of the default window: a lane that nobody told us is free gets work before it runs dry
@@ -170,9 +170,12 @@ class Turns:
         if place.waits is not None:
             place.waits.cancel()
         now_s, num_output = time.monotonic(), place.num_output
-        self.quotas.spend(tenant, num_output, now_s)
-        self._metrics.used(tenant, turn.prompt_tokens, num_output)
-        place.charge(self.admission)
+        if turn.released_s is None:  # it waited in vain, and cost nothing
+            self.quotas.spend(tenant, -turn.prompt_tokens, now_s)
+        else:
+            self.quotas.spend(tenant, num_output, now_s)
+            self._metrics.used(tenant, turn.prompt_tokens, num_output)
+            place.charge(self.admission)
         self.admission.leave(turn, now_s)
         self._pump()
 

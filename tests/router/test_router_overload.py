@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,37 @@ async def test_a_prompt_that_misses_its_class_s_target_on_an_idle_fleet_waits_wh
         workers[0].script.prefill_gate.set()
         assert [(await call).status_code for call in calls] == [200] * 3
         await rig.idle()
+
+
+async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of_the_others(
+    files: ModelFiles, tmp_path: Path
+) -> None:
+    """Calls that finish, of one answer and of two, and calls refused by body, by queue and by deadline in the queue."""
+    workers = await slow_pair()
+    async with running_rig(files, workers, max_queued=2, api_keys_file=key_file(tmp_path)) as rig:
+        calls = [asyncio.create_task(post(rig, by("heavy"), n=n)) for n in (1, 2)]
+        late = {"x-request-timeout-ms": "2000"}
+        calls.append(asyncio.create_task(post(rig, by("heavy", **late))))
+        await until(lambda: len(admission(rig).queue) == 2, "two wait")
+        calls += [
+            asyncio.create_task(post(rig, by("heavy"))),
+            asyncio.create_task(post(rig, by("heavy"), max_tokens=-1)),
+        ]
+        await until(lambda: sum(call.done() for call in calls) == 3, "all but those that can be served have failed")
+        workers[0].script.prefill_gate.set()
+        answers = [await call for call in calls]
+        await rig.idle()
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 400, 429, 504]
+        usages = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
+        text = (await rig.http.get("/metrics")).text
+        for kind, name in (("prompt", "prompt"), ("completion", "generation")):
+            expected = sum(usage[f"{kind}_tokens"] for usage in usages)
+            assert f'baton_{name}_tokens_total{{slo_class="batch"}} {expected:.1f}' in text
+        for kind, usage in (("prompt", "prompt"), ("output", "completion")):
+            expected = sum(each[f"{usage}_tokens"] for each in usages)
+            assert f'baton_tenant_tokens_total{{tenant="heavy",kind="{kind}"}} {expected:.1f}' in text
+        outcomes = re.findall(r'baton_requests_total{api="completions",outcome="(\w+)"} (\S+)', text)
+        assert sum(float(count) for _, count in outcomes) == len(calls)
 
 
 async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path: Path) -> None:

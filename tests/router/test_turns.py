@@ -16,7 +16,7 @@ from router.admission import Turn
 from router.admission_metrics import AdmissionMetrics
 from router.capacity import WorkerLoad
 from router.fleet import Fleet
-from router.handoff import SequenceReport
+from router.sequence import SequenceReport
 from router.series import Registry
 from router.session import Liveness, SessionIdentity
 from router.tenants import Tenant
@@ -74,6 +74,19 @@ async def test_prompts_that_wait_to_be_tokenised_are_bounded_and_leave_the_door_
     for place in (*places, inside):
         place.close()
     assert (turns._num_at_door, turns.quotas.num_seqs(tenant)) == (0, 0)
+
+
+async def test_who_waited_in_vain_has_its_tokens_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "worker_loads", lambda fleet: IDLE)
+    fleet = Fleet(SessionIdentity("r", 1), Liveness(), 0, 16)
+    turns = Turns(RouterConfig(), fleet, AdmissionMetrics(Registry()))
+    tenant = Tenant("a", tokens_per_min=150)
+    released, waits = await arrived(turns, tenant), await arrived(turns, tenant)  # of 100 tokens each
+    with pytest.raises(Overloaded, match="tokens_per_min"):
+        turns.knock(tenant, 1, "batch")
+    waits.close()
+    turns.knock(tenant, 1, "batch").close()
+    released.close()
 
 
 async def test_a_class_that_is_gone_once_the_prompt_is_tokenised_fails_nobody(
