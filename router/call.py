@@ -33,13 +33,14 @@ from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenProm
 from router.detokenizer import TextStream, TokenTable
 from router.explain import brief_json
 from router.fleet import Fleet
-from router.handoff import SequenceJob, SequenceReport, Sequences
 from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
+from router.moves import Sequences
 from router.prefix_index import Hashes
 from router.resume import ResumableCalls, Resumed, ResumePoint, replay, resumption
 from router.retry_budget import RetryBudget
+from router.sequence import SequenceJob, SequenceReport
 from router.slo_watch import SloWatch
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer

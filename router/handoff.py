@@ -1,4 +1,4 @@
-"""One sequence from Submit to its end: who has it, which tokens are in, what is done when a worker leaves.
+"""One attempt at a sequence, from Submit to its end: who has it, which tokens are in, what is done when a worker leaves.
 
 States of an attempt (the sequence on one pair of workers, or on one worker that does both):
     1 SUBMITTED   prefill has it. Nothing came yet
@@ -7,10 +7,9 @@ States of an attempt (the sequence on one pair of workers, or on one worker that
     4 WHOLE       the last token came, or the sink wants no more; only the counts are waited for, at most STATS_S
     5 BROKEN      a worker left, failed or lost tokens: what is left of it is cancelled
 
-A BROKEN attempt is followed by another one elsewhere, which is told every token that the client has: sent tokens are neither
-lost nor repeated nor changed, and the answer goes on at the next index. So a death costs a stream a pause: noticing it, then
-computing what nobody caches. In state 2 it does not even cost that where only decode died: prefill, which holds the KV until
-decode has acknowledged it, is given another decode worker and ships again (`_reroute`).
+A BROKEN attempt is followed by another one elsewhere (router/moves.py), which is told every token that the client has. In state
+2 not even that is needed where only decode died: prefill, which holds the KV until decode has acknowledged it, is given another
+decode worker and ships again (`_reroute`).
 
 Tokens arrive in `on_token`, a plain call from the Session's reader; everything rare arrives in the Inbox and is dealt with in
 straight-line code. Event loop only.
@@ -20,16 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
     Internal,
-    Overloaded,
     PeerRefused,
     TransferFailed,
     Unavailable,
@@ -53,209 +50,19 @@ from router.events import (
     TimeIsUp,
     WorkerGone,
 )
-from router.explain import Explanation
 from router.fleet import Endpoint, Fleet, Placed
 from router.holds import Hold
 from router.placement import Demand, NoPlace
-from router.prefix_index import Hashes
-from router.retry_budget import REFILL_S, RetryBudget
+from router.sequence import SequenceReport, Token, TokenMerge, TokenSink
 
 log = get_log("router.handoff")
 
 HOLE_S = 1.0  # DESIGN section 5
 STATS_S = 1.0  # the cancel path's bound (DESIGN section 5): after it the counts are taken as they are
-MAX_MOVES = 16  # of one sequence in all: one that kills its worker after each token must end, too
-FIRST_BACKOFF_S = (
-    0.1  # doubled each time: four retries span 1.5 s, and a new worker's link is proved within 1 s (worker/links.py)
-)
-# What another worker may do better: one that died, failed by itself, or has no room.
-MOVABLE = (Unavailable, Internal, Overloaded)
 
 
 class SinkFailed(Internal):
     """Our own side of an answer failed: no worker's fault, so nothing to be moved for."""
-
-
-class TokenSink(Protocol):
-    """Takes tokens in order, each index once, a continued sequence's from where it was. Never blocks."""
-
-    def token(self, index: int, token_id: int, finish: FinishReason, logprobs: Logprobs | None) -> bool:
-        """Returns True when the answer is complete for the router's reasons (a stop string)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceJob:
-    """What is to be served."""
-
-    request: Request  # as the client made it: no seq, no output tokens
-    deadline_s: float  # monotonic
-    unavailable_wait_s: float  # how long to wait for a worker to come up, within the deadline
-    session_id: str = ""  # of the conversation
-    ttft_ms: float = 0.0  # targets of the call; 0 = none
-    tpot_ms: float = 0.0
-    explain: bool = False  # say why each attempt went where it went
-    prefer: str = ""  # a prefill worker that has the prompt in its cache
-    hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already
-    fingerprint: str = ""  # of the only model that may go on with what the report begins with; "" = any
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(slots=True)
-class SequenceReport:
-    """What became of a sequence; filled while it runs, so that a cancelled call has its counts too."""
-
-    finish: FinishReason = FinishReason.NONE
-    token_ids: list[int] = field(default_factory=list)  # that the client has, or is about to have
-    submitted_s: float = 0.0  # monotonic; of the last attempt before the first token
-    first_token_s: float = 0.0
-    second_token_s: float = 0.0
-    last_token_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)  # between consecutive tokens, as they arrived here
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    explanation: Explanation | None = None  # of the last attempt's place
-    fingerprint: str = ""  # of what the workers compute: weights, tokenizer, numerics
-    stats: worker_pb2.SeqStats = field(default_factory=worker_pb2.SeqStats)  # of the worker that prefilled first
-    handed_off: bool = False  # decode has acknowledged the KV
-    num_retries: int = 0  # attempts after the first
-    num_reroutes: int = 0  # times that prefill shipped again
-    on_first_token: Callable[[], None] = _nothing  # called once, from within the worker's message
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One that came before its turn, or the last one."""
-
-    token_id: int
-    finish: FinishReason
-    logprobs: Logprobs | None
-
-
-@dataclass(slots=True)
-class TokenMerge:
-    """Puts tokens of two workers in the order of their index. Pure."""
-
-    next_index: int = 0
-    early: dict[int, Token] = field(default_factory=dict)
-
-    def push(self, index: int, token: Token) -> list[Token]:
-        """The tokens that are now in order; empty for a duplicate or one that comes early."""
-        if index >= self.next_index:
-            self.early.setdefault(index, token)
-        in_order = []
-        while (ready := self.early.pop(self.next_index, None)) is not None:
-            in_order.append(ready)
-            self.next_index += 1
-        return in_order
-
-
-class Sequences:
-    """Serves sequences on the fleet, each as often anew as it takes and the budget allows."""
-
-    def __init__(self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int) -> None:
-        """`max_retries`: of one sequence, in a row without a new token; 0 = a broken one is never moved."""
-        self._fleet = fleet
-        self._seqs = seqs
-        self._budget = budget
-        self._max_retries = max_retries
-
-    async def serve(self, job: SequenceJob, sink: TokenSink, report: SequenceReport) -> None:
-        """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
-
-        Tokens that `report` begins with are known to the client already: the sink gets those after them.
-
-        Raises:
-            BatonError: the sequence did not finish; tokens may already have been given to `sink`.
-        """
-        avoid, num_failed, fingerprint = frozenset[str](), 0, job.fingerprint
-        while True:
-            num_before = report.num_tokens
-            until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
-            attempt = await self._attempt(job, sink, report, avoid, fingerprint, until_s)
-            try:
-                await attempt.run()
-                self._budget.finished()
-                return
-            except MOVABLE as error:
-                num_failed = 1 if report.num_tokens > num_before else num_failed + 1
-                avoid |= {attempt.blamed}
-                if num_failed > self._max_retries or not self._may_move(attempt, avoid, report, error):
-                    raise
-                if not self._budget.take(time.monotonic()):
-                    message = f"{error.message}; too many sequences are being started again to try this one"
-                    raise Unavailable(message, retry_after_s=REFILL_S) from error
-                log.warning(
-                    "sequence_moved",
-                    request_id=job.request.request_id,
-                    worker=attempt.blamed,
-                    num_tokens=report.num_tokens,
-                    reason=error.message,
-                )
-            report.num_retries += 1
-            if report.num_tokens:  # only the model that made them may go on
-                fingerprint = fingerprint or attempt.fingerprint
-            if report.num_tokens == num_before:  # else a stream ran, which is to pause as little as can be
-                pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
-                await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
-
-    async def _attempt(
-        self,
-        job: SequenceJob,
-        sink: TokenSink,
-        report: SequenceReport,
-        avoid: frozenset[str],
-        fingerprint: str,
-        until_s: float,
-    ) -> Attempt:
-        request = continued(job.request, report.token_ids)
-        num_tokens = len(request.token_ids)
-        demand = Demand(
-            num_tokens,
-            num_tokens + request.num_tokens_left,
-            await self._hashes(job, request),
-            fingerprint=fingerprint,
-            explain=job.explain,
-            request_id=job.request.request_id,
-            session_id=job.session_id,
-            ttft_ms=job.ttft_ms,
-            tpot_ms=job.tpot_ms,
-            deadline_s=max(0.0, job.deadline_s - time.monotonic()),
-        )
-        try:
-            placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
-        except Unavailable as error:
-            if time.monotonic() < job.deadline_s:
-                raise
-            raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
-        request = replace(request, seq=next(self._seqs))
-        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
-
-    async def _hashes(self, job: SequenceJob, request: Request) -> Hashes:
-        return await self._fleet.hash_prompt(request) if request.num_output_tokens or not job.hashes else job.hashes
-
-    def _may_move(self, attempt: Attempt, avoid: frozenset[str], report: SequenceReport, error: BatonError) -> bool:
-        if isinstance(error, SinkFailed) or report.num_retries >= MAX_MOVES:
-            return False
-        if not isinstance(error, Unavailable):  # it will say the same again
-            other = self._fleet.find_place(attempt.demand, avoid)
-            if isinstance(other, NoPlace) or avoid & {other.prefill.worker_id, other.decode.worker_id}:
-                return False
-        return True
-
-
-def continued(request: Request, token_ids: list[int]) -> Request:
-    """The same request, for a worker that goes on behind `token_ids`, which the client has."""
-    if not token_ids:
-        return request
-    return replace(request, token_ids=request.token_ids + tuple(token_ids), num_output_tokens=len(token_ids))
 
 
 class Attempt:

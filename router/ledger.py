@@ -14,8 +14,8 @@ from baton.slo import SLO, Verdict
 from baton.timings import Timings
 from baton.v1 import worker_pb2
 from router.call_events import CallDone
-from router.handoff import SequenceReport
 from router.metrics import CallRecord, RouterMetrics, TransferRecord
+from router.sequence import SequenceReport
 from router.slo_watch import SloWatch
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from router.call_events import ChoiceSink
 from router.call_spec import CallLabels, CallSpec, SamplingSpec, TokenPrompt
 from router.detokenizer import TextStream
 from router.fleet import Endpoint, Fleet
-from router.handoff import SequenceReport
+from router.sequence import SequenceReport
 
 FIND_S = 1.0  # a worker that lives answers within a step; half of the time for which the others hold the call for us
 RETRY_S = 1.0  # by then a claim of another router has run out, or its attempt has begun

@@ -13,10 +13,11 @@ from baton.v1 import worker_pb2
 from router.events import HandoffLost, Listener, SequenceEnded
 from router.fleet import Fleet, Placed
 from router.flow_back import Plan
-from router.handoff import Attempt, SequenceReport
+from router.handoff import Attempt
 from router.health import Health
 from router.holds import Hold, Ledger
 from router.placement import Choice, Demand, NoPlace, Score
+from router.sequence import SequenceReport
 
 SEQ = 1 << 32 | 7
 FIRST = 300  # token i of the answer is FIRST + i

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import BatonError, Internal, Overloaded, Unavailable, WorkerLost
 from baton.model_files import ModelFiles
 from baton.request import Request, SamplingParams
-from router.handoff import SequenceJob, SequenceReport
+from router.sequence import SequenceJob, SequenceReport
 from tests.router.attempt_rig import Sink
 from tests.router.router_rig import request, running_rig, until
 from tests.router.stub_worker import StubWorker

@@ -8,8 +8,8 @@ import pytest
 
 from baton.model_files import ModelFiles
 from baton.v1 import serving_pb2
-from router.handoff import SequenceReport
 from router.ledger import tpot_ms
+from router.sequence import SequenceReport
 from tests.router.router_rig import Answer, Rig, request, until
 from tests.router.stub_worker import StubWorker
 from tests.router.test_router_moves import ANSWER, owner, pause, two_pairs

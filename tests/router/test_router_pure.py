@@ -11,8 +11,8 @@ from baton.request import FinishReason
 from baton.slo import Verdict
 from baton.v1 import control_pb2
 from router.call_spec import CallLabels
-from router.handoff import Token, TokenMerge
 from router.labels import labels_from
+from router.sequence import Token, TokenMerge
 from router.slo_watch import SloWatch
 
 
