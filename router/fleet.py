@@ -45,6 +45,7 @@ MAX_WORKERS = (
 STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
 SETTLE_S = 0.02  # between two at least: each looks at every worker, and names all decode workers to all prefill workers
+SETTLE_SHARE = 0.1  # of the loop's time at most, while a thousand workers come and go
 RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
 
 
@@ -92,6 +93,7 @@ class Endpoint:
         )
         self._fleet = fleet
         self._role = role  # the last one known
+        self.last_standing: tuple[int, Role, str, bool] | None = None  # that the fleet has settled, or is about to
         self._peers = Peers()
         self._idle_step_s = 0.0  # a step's length without what sequences and their KV add to it
         self._links: tuple[object, dict[str, LinkView]] = (None, {})  # as they came, and as placement reads them
@@ -107,8 +109,13 @@ class Endpoint:
 
     @property
     def role(self) -> Role:
-        view = self.session.view
-        return Role(view.load.role or view.opened.role) if view else self._role
+        """As last known."""
+        return self._role
+
+    @property
+    def standing(self) -> tuple[int, Role, str, bool]:
+        """What other workers, and the judgement of its pool, depend on."""
+        return self.session.epoch, self._role, self.session.state, self.told_draining
 
     @property
     def state(self) -> str:
@@ -208,9 +215,10 @@ class Endpoint:
 
     def remember(self) -> None:
         """Keep what the worker says of itself for the time when it says nothing."""
-        assert self.session.view is not None
-        self.opened = self.session.view.opened
-        self._role = self.role
+        view = self.session.view
+        assert view is not None
+        self.opened = view.opened
+        self._role = Role(view.load.role or view.opened.role)
 
     def tell_health(self, now_s: float) -> None:
         """Let the breaker know of Sessions lost and opened."""
@@ -299,7 +307,7 @@ class Fleet:
         self._window_ends_s = 0.0  # of the comparison of workers with their peers
         self._starting: list[int] = []  # rows of workers wanted by the controller, not announced yet
         self._settling: asyncio.TimerHandle | None = None
-        self._settled_s = 0.0
+        self._next_settle_s = 0.0
         self._decode_peers: list[worker_pb2.Peer] = []  # as prefill workers were told
         self._limits: PoolLimits | None = None  # None = not known, or to be found again
         self._roots: frozenset[PrefixRoot] | None = None  # of all workers; None = to be found again
@@ -378,7 +386,11 @@ class Fleet:
         if endpoint.session.view is not None:
             endpoint.remember()
         endpoint.refresh()
-        self._settle()
+        if endpoint.last_standing != endpoint.standing:
+            endpoint.last_standing = endpoint.standing
+            self._settle()
+        else:  # its links, or why it is away
+            self._wake()
 
     def _on_change(self) -> None:
         """The fleet is another one."""
@@ -390,16 +402,18 @@ class Fleet:
         """Introduce workers to each other, judge them and wake whoever waits for a place; soon, and not for each of many."""
         self._limits = self._roots = None
         if self._settling is None:
-            wait_s = self._settled_s + SETTLE_S - time.monotonic()
+            wait_s = self._next_settle_s - time.monotonic()
             if wait_s > 0:
                 self._settling = asyncio.get_running_loop().call_later(wait_s, self._settle_now)
             else:
                 self._settle_now()
 
     def _settle_now(self) -> None:
-        self._settling, self._settled_s = None, time.monotonic()
+        self._settling, began_s = None, time.monotonic()
         self._introduce()
         self._judge()
+        now_s = time.monotonic()
+        self._next_settle_s = now_s + max(SETTLE_S, (now_s - began_s) / SETTLE_SHARE)
 
     def _introduce(self) -> None:
         """Tell prefill workers of decode workers; of other fingerprints too: Hello refuses them once, and says which field
@@ -418,6 +432,10 @@ class Fleet:
         before, self._ejected = self._ejected, [e for e in self.endpoints if e.health.ejected]
         for endpoint in (*before, *self._ejected):
             endpoint.refresh()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let whoever waits for a place look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
