@@ -211,11 +211,10 @@ class Call:
     def timings(self) -> Timings:
         first = self.reports[0]
         started = [report.first_token_s for report in self.reports if report.first_token_s]
-        handed_over = first.prefill_worker != first.decode_worker and first.second_token_s > 0
         return Timings(
             queue_ms=max(0.0, (first.submitted_s - self.arrival_s) * 1e3) + first.stats.queue_ms,
             prefill_ms=first.stats.prefill_ms,
-            handoff_gap_ms=(first.second_token_s - first.first_token_s) * 1e3 if handed_over else 0.0,
+            handoff_gap_ms=(first.handoff_gap_s or 0.0) * 1e3,
             ttft_ms=(min(started) - self.arrival_s) * 1e3 if started else 0.0,
             tpot_ms=tpot_ms(first),
             kv_bytes=sum(report.stats.kv_bytes for report in self.reports),

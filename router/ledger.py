@@ -58,7 +58,7 @@ class Ledger:
                 finished=outcome == "finished",
                 ttft_s=timings.ttft_ms / 1e3 if first.first_token_s else None,
                 queue_s=timings.queue_ms / 1e3 if first.first_token_s else None,
-                handoff_gap_s=timings.handoff_gap_ms / 1e3 if timings.handoff_gap_ms else None,
+                handoff_gap_s=first.handoff_gap_s,
                 gaps_s=gaps_s,
                 call_s=call_s,
                 prompt_tokens=usage.prompt_tokens,

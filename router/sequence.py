@@ -68,6 +68,13 @@ class SequenceReport:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def handoff_gap_s(self) -> float | None:
+        """0 where the second token came first and waited for the other; None where one worker made both, or there is one."""
+        if self.prefill_worker == self.decode_worker or not self.second_token_s:
+            return None
+        return self.second_token_s - self.first_token_s
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from baton.errors import TransferFailed
 from baton.model_files import ModelFiles
 from baton.v1 import worker_pb2
+from router.sequence import SequenceReport
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker
 
@@ -32,6 +34,14 @@ async def test_each_handoff_is_one_sample_of_its_own_bytes_duration_and_exposed_
     assert said['baton_kv_transfer_exposed_seconds_bucket{le="0.005",transport="loopback"}'] == 2
     assert round(said['baton_kv_transfer_exposed_seconds_sum{transport="loopback"}'], 6) == 0.046
     assert said['baton_handoff_gap_seconds_count{slo_class="interactive"}'] == 2  # of each call's first choice
+
+
+def test_a_handoff_whose_tokens_came_together_is_a_gap_of_zero_and_not_none() -> None:
+    """Two Sessions are two streams: under load decode's first token may be read before prefill's."""
+    report = SequenceReport(first_token_s=5.0, second_token_s=5.0, prefill_worker="p0", decode_worker="d0")
+    assert report.handoff_gap_s == 0.0
+    assert replace(report, decode_worker="p0").handoff_gap_s is None
+    assert replace(report, second_token_s=0.0).handoff_gap_s is None
 
 
 async def test_a_handoff_that_failed_or_was_not_needed_is_no_sample(rig: Rig) -> None:
