@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable
 
 import grpc
@@ -19,9 +20,9 @@ import grpc.aio
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.explain import told_json
-from router.fleet import Fleet
+from router.fleet import Endpoint, Fleet
 from router.session import CHANNEL_OPTIONS
 from router.slo_watch import SloWatch
 
@@ -29,6 +30,10 @@ log = get_log("router.control")
 
 RETRY_S = 0.5  # one heartbeat (DESIGN section 5); SLO changes must be in force within a second
 REPORT_S = 1.0
+REPORT_SHARE = 0.01  # of the loop's time: a report on a thousand workers takes some 50 ms
+MAX_REPORT_S = 4.0  # the controller counts a router that it has not heard of for 5 s as gone
+WORKERS_PER_SLICE = 25  # about a millisecond
+MAX_LINKS = 64  # of one worker
 CALL_TIMEOUT_S = 5.0  # an answer that takes longer is of no use to a report each second
 
 
@@ -98,12 +103,13 @@ class ControlClient:
     async def _report_over(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
         """Raises: AioRpcError, never returns otherwise."""
         while True:
-            await stub.Report(self._current(), timeout=CALL_TIMEOUT_S)
-            await self._pause()
+            report, cost_s = await self._current()
+            await stub.Report(report, timeout=CALL_TIMEOUT_S)
+            await self._pause(min(max(REPORT_S, cost_s / REPORT_SHARE), MAX_REPORT_S))
 
-    async def _pause(self) -> None:
+    async def _pause(self, pause_s: float = REPORT_S) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), REPORT_S)
+            await asyncio.wait_for(self._hurry.wait(), pause_s)
         self._hurry.clear()
 
     def _channel(self) -> grpc.aio.Channel:
@@ -121,23 +127,41 @@ class ControlClient:
             control_pb2.Explained(request_id=name, json=told_json(self._fleet.explanations.get(name))) for name in asked
         ]
 
-    def _current(self) -> control_pb2.RouterReport:
-        return control_pb2.RouterReport(
+    async def _current(self) -> tuple[control_pb2.RouterReport, float]:
+        """The report, made in slices between which streams get their tokens, and what it took, in seconds."""
+        views: list[control_pb2.WorkerView] = []
+        endpoints, cost_s = self._fleet.endpoints, 0.0
+        for first in range(0, len(endpoints), WORKERS_PER_SLICE):
+            began_s = time.monotonic()
+            views += map(_view, endpoints[first : first + WORKERS_PER_SLICE])
+            cost_s += time.monotonic() - began_s
+            await asyncio.sleep(0)
+        report = control_pb2.RouterReport(
             router_id=self._router_id,
             slo_version=self._slo_watch.version,
             verdicts=self._slo_watch.totals(),
-            workers=[
-                control_pb2.WorkerView(
-                    worker_id=endpoint.worker_id,
-                    epoch=endpoint.session.epoch,
-                    state=endpoint.state,
-                    reason=endpoint.health.reason if endpoint.state == "ejected" else "",
-                    load=endpoint.session.view.load if endpoint.session.view else None,
-                    links=endpoint.session.view.links.values() if endpoint.session.view else (),
-                )
-                for endpoint in self._fleet.endpoints
-            ],
+            workers=views,
             num_inflight=self._num_inflight(),
             pid=os.getpid(),
             explained=self._explained(),
         )
+        return report, cost_s
+
+
+def _view(endpoint: Endpoint) -> control_pb2.WorkerView:
+    view, state = endpoint.session.view, endpoint.state
+    return control_pb2.WorkerView(
+        worker_id=endpoint.worker_id,
+        epoch=endpoint.session.epoch,
+        state=state,
+        reason=endpoint.health.reason if state == "ejected" else "",
+        load=view.load if view else None,
+        links=worth_telling(list(view.links.values())) if view else (),
+    )
+
+
+def worth_telling(links: list[worker_pb2.LinkStatus]) -> list[worker_pb2.LinkStatus]:
+    """All, or, of very many, the first that are not as they should be: 500 x 500 ready ones are 15 MB that nobody reads."""
+    if len(links) <= MAX_LINKS:
+        return links
+    return [link for link in links if link.state != "ready"][:MAX_LINKS]

@@ -106,3 +106,15 @@ async def test_a_controller_that_vanished_without_a_word_is_noticed_and_its_succ
     finally:
         await wire.stop()
         await server.stop(None)
+
+
+def test_of_very_many_links_only_those_that_are_down_are_reported() -> None:
+    def link(number: int, state: str) -> worker_pb2.LinkStatus:
+        return worker_pb2.LinkStatus(peer=worker_pb2.Peer(worker_id=f"d{number}"), state=state)
+
+    few = [link(number, "ready") for number in range(64)]
+    assert control_client.worth_telling(few) == few
+    many = [*few, *(link(64 + number, "lost" if number % 2 else "ready") for number in range(300))]
+    told = control_client.worth_telling(many)
+    assert len(told) == 64
+    assert {status.state for status in told} == {"lost"}
