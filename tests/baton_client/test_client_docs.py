@@ -11,12 +11,14 @@ from pathlib import Path
 from tests.baton_client.router_processes import running_routers
 from tests.router.stub_worker import StubWorker
 
-DOCS = Path(__file__).parents[2] / "docs" / "grpc.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "grpc.md"
 
 
 async def test_the_ten_lines_of_the_docs_print_an_answer_and_its_length(model_dir: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert len(example.splitlines()) <= 10
+    assert example in (ROOT / "README.md").read_text()
     worker = await StubWorker("b0").start()
     try:
         async with running_routers(model_dir, [worker.address], number=1) as routers:
