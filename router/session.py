@@ -131,6 +131,8 @@ class WorkerSession:
             asyncio.Queue()
         )  # None ends the stream's requests
         self._finds: dict[int, asyncio.Future[worker_pb2.Found]] = {}  # questions that wait for their answers
+        self.idle_heartbeat_s = liveness.heartbeat_s  # while no sequence of ours is there; the usual pace at least
+        self._busy = asyncio.Event()  # a sequence has come while it slept for longer
         self._heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -220,16 +222,22 @@ class WorkerSession:
 
         Time in which our own loop stood still is not the worker's silence: what it said meanwhile is not read yet.
         """
-        heartbeat_s = self._liveness.heartbeat_s
-        while time.monotonic() - self._heard_s < (self._liveness.silence_s if self.view else CONNECT_S):
-            beat = worker_pb2.Heartbeat(sent_ns=time.monotonic_ns(), want_kv=self._want_kv)
+        missed = self._liveness.missed_heartbeats
+        while True:
+            pause_s = self._liveness.heartbeat_s if self._listeners else self.idle_heartbeat_s
+            if time.monotonic() - self._heard_s >= (missed * pause_s if self.view else CONNECT_S):
+                cancel_call()
+                return
+            beat = worker_pb2.Heartbeat(sent_ns=time.monotonic_ns(), want_kv=self._want_kv, next_ms=int(1e3 * pause_s))
             self._send(worker_pb2.SessionRequest(heartbeat=beat))
             before_s = time.monotonic()
-            await asyncio.sleep(heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._busy.wait()
+            self._busy.clear()
             slept_s = time.monotonic() - before_s
-            if slept_s > 2 * heartbeat_s:
+            if slept_s > 2 * pause_s:
                 self._heard_s += slept_s
-        cancel_call()
 
     def _silence(self) -> str:
         if self.view is None:
@@ -256,6 +264,9 @@ class WorkerSession:
         if self.view is None:
             listener.put(WorkerGone(self.worker_id, self.reason))
             return
+        if not self._listeners and self.idle_heartbeat_s > self._liveness.heartbeat_s:
+            self._heard_s = time.monotonic()  # from now on silence counts
+            self._busy.set()
         self._listeners[seq] = listener
 
     def detach(self, seq: int) -> None:

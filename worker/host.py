@@ -44,6 +44,9 @@ log = get_log("worker.host")
 TICK_S = 0.05  # deadlines and leases are seconds; 20 looks a second cost under 0.1 % of a core
 # How far behind the loop may be before heartbeats it could not read are forgiven.
 STALL_S = 0.5
+MAX_HEARTBEAT_S = (
+    5.0  # a router may not ask for more patience than that: the lease, for which what it leaves behind is kept anyway
+)
 
 
 class Plane(KVPort, DataPath, Protocol):
@@ -248,6 +251,8 @@ class WorkerHost:
             if request.heartbeat.want_kv:
                 reply.kv.CopyFrom(kv_status(self._plane.settings, self.links.openers(), self._plane.peers()))
             session.send(worker_pb2.SessionEvent(heartbeat=reply))
+            slower_s = min(1e-3 * request.heartbeat.next_ms, MAX_HEARTBEAT_S) - self._config.heartbeat_s
+            session.extra_silence_s = (self._config.missed_heartbeats + 1) * max(0.0, slower_s)
         elif kind == "set_role":
             self._set_role(request.set_role.role)
         elif kind == "drain":

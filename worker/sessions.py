@@ -30,6 +30,7 @@ class RouterSession:
         self.router_id = router_id
         self.router_epoch = router_epoch
         self.last_heard_s = time.monotonic()
+        self.extra_silence_s = 0.0  # beyond the usual limit, of a router that said it would send fewer heartbeats
         self.drop_reason = ""
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
@@ -179,8 +180,9 @@ class Sessions:
         """Close sessions of routers that are silent or too slow."""
         for session in list(self._by_epoch.values()):
             session.check_age(now_s)
-            if now_s - session.last_heard_s > silence_limit_s:
-                session.close(f"no heartbeat for {silence_limit_s:g} s")
+            limit_s = silence_limit_s + session.extra_silence_s
+            if now_s - session.last_heard_s > limit_s:
+                session.close(f"no heartbeat for {limit_s:g} s")
 
     def close_all(self, reason: str) -> None:
         for session in list(self._by_epoch.values()):

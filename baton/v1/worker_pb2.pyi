@@ -369,17 +369,22 @@ class Heartbeat(_message.Message):
 
     SENT_NS_FIELD_NUMBER: _builtins.int
     WANT_KV_FIELD_NUMBER: _builtins.int
+    NEXT_MS_FIELD_NUMBER: _builtins.int
     sent_ns: _builtins.int
     want_kv: _builtins.bool
+    """the reply says what the KV plane does"""
+    next_ms: _builtins.int
+    """when the next one is due; 0 = at the usual pace"""
     def __init__(
         self,
         *,
         sent_ns: _builtins.int = ...,
         want_kv: _builtins.bool = ...,
+        next_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_ns", b"sent_ns", "want_kv", b"want_kv"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_ms", b"next_ms", "sent_ns", b"sent_ns", "want_kv", b"want_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

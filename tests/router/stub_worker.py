@@ -76,6 +76,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.submits: list[worker_pb2.Submit] = []
         self.adopted: list[int] = []
         self.cancels: list[int] = []
+        self.heartbeats: list[worker_pb2.Heartbeat] = []
         self.reroutes: list[worker_pb2.Reroute] = []
         self._rerouted: dict[int, worker_pb2.Reroute] = {}  # while they are prefilled
         self._held: dict[
@@ -138,6 +139,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "heartbeat":
+                self.heartbeats.append(request.heartbeat)
                 reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self.load())
                 outbox.put_nowait(worker_pb2.SessionEvent(heartbeat=reply))
             elif kind == "submit":

@@ -182,6 +182,16 @@ def test_forgiven_silence_does_not_end_a_session() -> None:
     assert session.is_closed
 
 
+def test_a_router_that_said_it_would_send_fewer_heartbeats_is_given_the_time() -> None:
+    sessions = Sessions(max_bytes=1 << 20, max_age_s=5.0, on_lost=lambda epoch: None, parked=ParkedCalls(0))
+    session = sessions.open("r", EPOCH)
+    session.extra_silence_s = 6.0
+    sessions.check(session.last_heard_s + 7.9, silence_limit_s=2.0)
+    assert not session.is_closed
+    sessions.check(session.last_heard_s + 8.1, silence_limit_s=2.0)
+    assert session.is_closed
+
+
 def test_an_outbox_over_its_bytes_or_age_closes_the_session() -> None:
     big = RouterSession("r", EPOCH, max_bytes=100, max_age_s=5.0)
     big.send(worker_pb2.SessionEvent(cache_delta=worker_pb2.CacheDelta(added=[bytes(101)])))
