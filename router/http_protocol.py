@@ -89,6 +89,13 @@ class Connections:
     def busy(self, protocol: FrontDoorProtocol) -> None:
         self._idle_since_s.pop(protocol, None)
 
+    def leave(self) -> None:
+        """From now on each request is its connection's last, and connections between two requests are closed."""
+        self.leaving = True
+        for protocol in list(self._idle_since_s):
+            if not protocol.is_wanted:
+                protocol.transport.close()
+
     def stop(self) -> None:
         self._timer.cancel()
 
@@ -273,6 +280,11 @@ class FrontDoorProtocol(HttpToolsProtocol):
         super().resume_writing()
         if self.active is not None:
             self.active.pace_changed()
+
+    @property
+    def is_wanted(self) -> bool:
+        """A request is here and not parsed yet, or, on a new connection, on its way."""
+        return bool(self._unparsed) or self.cycle is None
 
     def default_fields(self) -> bytes:
         """Header lines that every response has: the date."""

@@ -134,9 +134,7 @@ class HttpServer:
 
     def leave(self) -> None:
         """Let clients go elsewhere: connections end with their next answer, idle ones now; a shared port is the others'."""
-        self._connections.leaving = True
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()
+        self._connections.leave()
         if self._is_shared:
             for acceptor in self._server.servers:
                 acceptor.close()

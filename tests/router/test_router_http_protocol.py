@@ -129,6 +129,16 @@ async def test_a_wish_to_upgrade_is_ignored_and_the_body_is_not_lost(rig: Rig, c
         assert (await slow.hear())[0] == 200
 
 
+async def test_a_server_that_leaves_answers_who_is_about_to_ask_and_closes_who_has_asked_before() -> None:
+    async with serving(echo) as server, client_of(server.port) as new, client_of(server.port) as known:
+        assert await known.get("/before") == (200, b'"/before"')
+        await until(lambda: server._connections._num_open == 2, "both are there")
+        server.leave()
+        assert await known.rest() == b""
+        assert await new.get("/after") == (200, b'"/after"')
+        assert await new.rest() == b""
+
+
 async def test_a_tunnel_is_refused() -> None:
     async with serving(echo) as server, client_of(server.port) as client:
         await client.say(b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -164,7 +164,7 @@ async def test_every_line_that_a_router_logs_is_json_and_none_has_a_prompt_in_it
             for body in ({"prompt": "my secret"}, {"prompt": "my secret", "stop": ""}, {"prompt": ["my secret"] * 2}):
                 await client.post("/v1/completions", json={**body, "max_tokens": 3})
         _, writer = await asyncio.open_connection("127.0.0.1", ready["http_port"])
-        writer.write(b"no http at all\r\n\r\n")  # the server library warns of it
+        writer.write(b"no http at all, my secret\r\n\r\n")
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -177,7 +177,7 @@ async def test_every_line_that_a_router_logs_is_json_and_none_has_a_prompt_in_it
             process.kill()
         await worker.kill()
     events = [json.loads(line)["event"] for line in logs.splitlines()]
-    assert {"router_started", "call_ended", "call_refused", "Invalid HTTP request received."} <= set(events)
+    assert {"router_started", "call_ended", "call_refused"} <= set(events)
     assert b"secret" not in logs
 
 
