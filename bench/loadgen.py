@@ -20,9 +20,8 @@ from bench.client import CallFailed, CallShed, Client, Finish
 from bench.measure import Outcome, Record
 from bench.workload import PlannedCall
 
-EARLY_LEAVE_S = (
-    0.05  # how long a client that leaves before its first token stays: past loopback's 0.3 ms, inside most prefills
-)
+# How long a client that leaves before its first token stays: past loopback's 0.3 ms, inside most prefills
+EARLY_LEAVE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,8 @@ from worker.load_news import LoadNews
 
 BLOCK = MOONCAKE_BLOCK_TOKENS
 ROOT = PrefixRoot("sim", "auto", BLOCK)
-REPORT_S = (
-    0.05  # a chunk of 2,048 tokens takes 47 ms there, a decode step 10-30 ms, and each brings a report to its router
-)
+# A chunk of 2,048 tokens takes 47 ms there, a decode step 10-30 ms, and each brings a report to its router
+REPORT_S = 0.05
 HEARTBEAT_S = 0.5  # how often a router hears of a worker that has nothing of it; DESIGN section 5
 POOL_TOKENS = 760_000  # 100 GB of KV at 131,072 B per token
 TOKEN_BYTES = 131_072  # bf16: 32 layers x 8 heads x 128 x 2 x 2 B

@@ -33,9 +33,8 @@ OPEN_LOOP_CAP = 512  # calls in flight where nothing is said: RouterConfig.max_i
 DEFAULT_INPUT = Lengths(256, 256)  # a short question with some context; 16 blocks
 DEFAULT_OUTPUT = Lengths(64, 64)
 DEFAULT_REQUESTS = 200  # nearest-rank p99 is then the third largest, no longer the maximum
-WARMUP_SEED_SHIFT = (
-    1_000_003  # warm-up prompts differ from the measured ones, so they do not fill the prefix cache for them
-)
+# Warm-up prompts differ from the measured ones, so they do not fill the prefix cache for them
+WARMUP_SEED_SHIFT = 1_000_003
 
 
 class UsageError(Exception):

@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KV_HEADROOM = 0.9  # of a decode pool, as placement's HEADROOM: beyond it a new sequence soon preempts another one
-TPOT_SHARE = (
-    0.85  # of a TPOT target that a forecast step may take; the rest is jitter, gaps and error. DESIGN section 9 (5)
-)
+# Of a TPOT target that a forecast step may take; the rest is jitter, gaps and error. DESIGN section 9 (5)
+TPOT_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)

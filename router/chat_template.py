@@ -21,9 +21,8 @@ from router.template_sandbox import METER, Meter, OverBudget, Sandbox, charge, c
 __all__ = ["INLINE_WORK", "ChatTemplate", "OverBudget"]
 
 INLINE_WORK = 500_000  # about a millisecond: what the event loop may be held up by one call
-BASE_WORK = (
-    50_000_000  # and WORK_PER_CHAR for each character of the messages; real templates take 3 to 12 per character
-)
+# Plus WORK_PER_CHAR for each character of the messages; real templates take 3 to 12 per character
+BASE_WORK = 50_000_000
 WORK_PER_CHAR = 32
 MAX_RENDERED_CHARS = 16 << 20  # four times the largest body: quoting doubles, a role name per message adds
 MAX_SOURCE_CHARS = 256 << 10  # the longest public ones have 30,000

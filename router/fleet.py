@@ -39,9 +39,8 @@ NO_HASHES: Hashes = {}
 # Prompts up to this are hashed on the event loop: 256 blocks of 16 tokens, at 3-5 us each (measured, with 12 runnable
 # processes on 2 cores). For longer ones a thread costs less than the wait of everybody else.
 INLINE_HASH_TOKENS = 4_096
-MAX_WORKERS = (
-    2_048  # whose caches are followed: twice the largest fleet we measure; a popular block takes 528 bytes for it
-)
+# Whose caches are followed: twice the largest fleet we measure; a popular block takes 528 bytes for it
+MAX_WORKERS = 2_048
 STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
 SETTLE_S = 0.02  # between two at least: each looks at every worker, and names all decode workers to all prefill workers

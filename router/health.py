@@ -28,18 +28,16 @@ FAILURES_IN_A_ROW = 3  # as Kubernetes' failureThreshold; each costs its call on
 WINDOW_CALLS = 20
 FAILURE_SHARE = 0.5  # of the last WINDOW_CALLS: Resilience4j's failureRateThreshold
 FIRST_BACKOFF_S = 1.0  # a probe that fails costs one retry, so the first one may come soon
-MAX_BACKOFF_S = (
-    60.0  # then a worker that is mended in any way waits no longer than one that Ray starts afresh with its model
-)
+# By then a worker that is mended in any way waits no longer than one that Ray starts afresh with its model
+MAX_BACKOFF_S = 60.0
 FORGIVEN_S = 60.0  # healthy for as long as the longest backoff: the next ejection is a first one again
 BURST_S = 0.25  # failures of one pair within it are one event: what a lost link ends, it ends in one turn of a loop
 LOSSES = 3  # of the Session, within LOSS_WINDOW_S: one is a restart, two a restart that failed once
 LOSS_WINDOW_S = 120.0  # holds three restarts of 9 s (DESIGN section 10) and some service between them
 PACE_WINDOW_S = 5.0
 MIN_SAMPLES = 3  # of one size in a window: below it a mean is a single event
-DEMOTE_RATIO = (
-    3.0  # sizes of one class differ by up to 2 and lengths of context add to that: less than 3 may be the load
-)
+# Sizes of one class differ by up to 2 and lengths of context add to that: less than 3 may be the load
+DEMOTE_RATIO = 3.0
 EJECT_RATIO = 6.0  # twice that, in two windows: a peer then does its work beside its own with time to spare
 DEMOTED_S = 30.0  # where it gets no work that shows it is well again, it is tried again
 

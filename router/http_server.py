@@ -28,9 +28,8 @@ ACCEPTS_PER_TURN = 16  # 1 to 2 ms
 ACCEPT_PAUSE_S = 0.1  # after an error, which is not over the next moment
 OTHER_FILES = 4_096  # a Session takes one or two: a thousand workers, gRPC's clients, and as many again
 SHUTDOWN_S = 1  # for calls that were told to end
-STALL_MS = (
-    60_000  # a client that takes none of what waits for it is cut by the kernel: twice common proxies' 30 s of patience
-)
+# A client that takes none of what waits for it is cut by the kernel: twice common proxies' 30 s of patience
+STALL_MS = 60_000
 
 
 class Acceptor:

@@ -38,9 +38,8 @@ OTHER_FABRIC = 0.25  # the same KV over a slower wire: as much as having half of
 # What computing costs those who come behind, as a multiple of what it costs the prompt itself. Simulated on the mooncake trace
 # at full load: 0 -> 1 halves the median TTFT (1.12 -> 0.50 s) and keeps 97 % of the hits instead of 90 %; 0.5 to 2 are alike.
 OTHERS = 1.0
-HOME = (
-    0.15  # for the worker that has the session's last turn, where its cache is not known to say so: 3 x NEARLY, no more
-)
+# For the worker that has the session's last turn, where its cache is not known to say so: 3 x NEARLY, no more
+HOME = 0.15
 NEARLY = 0.05  # relative to the best: the fitted step model errs by 6 % in the median (traces, calibration/dynamo_h200)
 RELAXED = 0.5  # of the TPOT target: up to it quicker steps gain nobody anything
 DEFAULT_TPOT_S = 0.1  # of class interactive, baton/slo.py

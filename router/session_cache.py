@@ -21,9 +21,8 @@ from typing import Generic, TypeVar
 from baton.hashing import HASH_BYTES, ID_BYTES, BlockHash, hash_packed
 
 HASH_CACHE_BYTES = 32 << 20  # about 4 million tokens; docs/api.md
-RUN_BLOCKS = (
-    64  # kept together: a look-up takes a quarter of hashing them (measured: 22 and 90 us, load 14); the rest is hashed
-)
+# Kept together: a look-up takes a quarter of hashing them (measured: 22 and 90 us, load 14); the rest is hashed
+RUN_BLOCKS = 64
 ENTRY_BYTES = 220  # of an entry besides its key and value: dict slot, link, tuples; measured with tracemalloc: 196-213
 HASH_ENTRY_BYTES = sys.getsizeof(bytes(HASH_BYTES)) + 8  # in a tuple
 

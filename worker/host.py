@@ -44,9 +44,8 @@ log = get_log("worker.host")
 TICK_S = 0.05  # deadlines and leases are seconds; 20 looks a second cost under 0.1 % of a core
 # How far behind the loop may be before heartbeats it could not read are forgiven.
 STALL_S = 0.5
-MAX_HEARTBEAT_S = (
-    5.0  # a router may not ask for more patience than that: the lease, for which what it leaves behind is kept anyway
-)
+# A router may not ask for more patience than that: the lease, for which what it leaves behind is kept anyway
+MAX_HEARTBEAT_S = 5.0
 
 
 class Plane(KVPort, DataPath, Protocol):

@@ -24,9 +24,8 @@ from baton.wire import request_to_pb
 
 log = get_log("worker.parked")
 
-CLAIM_S = (
-    2.0  # between a Find's first answer and the Submit that follows; routers wait for answers at most half as long
-)
+# Between a Find's first answer and the Submit that follows; routers wait for answers at most half as long
+CLAIM_S = 2.0
 PAGE_BYTES = 512 << 10  # of one Found: an eighth of a Session's outbox
 ENTRY_BYTES = 4 << 10  # charged for an entry besides its tokens: bounds their number, too
 TOKEN_BYTES = 4  # protobuf keeps u32 in arrays

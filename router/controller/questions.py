@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from baton.v1 import control_pb2
 
-ANSWER_S = (
-    2.0  # a router answers within a turn of its loop; twice its reporting interval finds one that missed the question
-)
+# A router answers within a turn of its loop; twice its reporting interval finds one that missed the question
+ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
