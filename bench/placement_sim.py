@@ -20,7 +20,6 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -266,10 +265,6 @@ class SimRouter:
         return choice, plan(choice, outlook)
 
 
-def _leave(context: AbstractContextManager[Hold]) -> None:
-    context.__exit__(None, None, None)
-
-
 def _snapshot(worker: SimWorker, links: dict[str, LinkView]) -> WorkerSnapshot:
     return WorkerSnapshot(
         worker.worker_id,
@@ -357,11 +352,10 @@ class Sim:
                 ledger.report(waiting, worker.reserved_tokens, len(worker.running))
 
     def _hold(self, job: Job, row: int, waiting: int, used: int) -> None:
-        context = job.router.ledgers[job.router.at_row[row]].hold(waiting, used)
-        hold = context.__enter__()
+        hold = job.router.ledgers[job.router.at_row[row]].hold(waiting, used)
         if waiting:
             job.hold = hold
-        job.stack.append(lambda: _leave(context))
+        job.stack.append(hold.release)
 
     def first_token(self, job: Job, prefill: SimWorker, now_s: float) -> None:
         job.ttft_s, job.first_s = now_s - job.row.at_s, now_s

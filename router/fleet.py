@@ -12,7 +12,6 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -133,8 +132,8 @@ class Endpoint:
         """Sequences this router has placed here and not yet seen end."""
         return self.ledger.num_held
 
-    def hold(self, waiting_tokens: int, used_tokens: int) -> AbstractContextManager[Hold]:
-        """Count a sequence here until the block is left, however it is left; the holder may lower its numbers."""
+    def hold(self, waiting_tokens: int, used_tokens: int) -> Hold:
+        """Count a sequence here until the Hold is released; the holder may lower its numbers."""
         return self.ledger.hold(waiting_tokens, used_tokens)
 
     # -- the row -----------------------------------------------------------------------------------------------------

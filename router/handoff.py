@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from baton.errors import (
@@ -96,8 +94,8 @@ class Attempt:
         self._queued_tokens = 0  # on prefill when it was submitted, its own included
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
-        self._hold = Hold(0, 0)  # of prefill, as long as it has a part in this
-        self._prefill_hold, self._decode_hold = ExitStack(), ExitStack()
+        self._prefill_hold: Hold | None = None
+        self._decode_hold: Hold | None = None
         self._left: set[str] = set()  # decode workers that this attempt was taken away from
         self._num_reroutes = 0
         self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
@@ -106,21 +104,31 @@ class Attempt:
 
     async def run(self) -> None:
         """Returns when the answer is whole and counted. Raises: BatonError."""
-        with self._prefill_hold, self._decode_hold:
-            self._take_holds()
-            with self._submitted():
-                await self._follow()
+        deadline: asyncio.TimerHandle | None = None
+        try:
+            deadline = self._submit()
+            await self._follow()
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            self._leave()
 
-    def _take_holds(self) -> None:
-        demand = self.demand
-        num_used = demand.max_total_tokens if self._local else demand.prompt_tokens
-        self._hold = self._prefill_hold.enter_context(self._prefill.hold(self._plan.lacking_tokens, num_used))
+    def _leave(self) -> None:
+        """Cancel whatever was not seen to end, and hear no more."""
+        self._cancel_open()
+        for session in self._sessions.values():
+            session.detach(self._request.seq)
+        for hold in (self._prefill_hold, self._decode_hold):
+            if hold is not None:
+                hold.release()
+
+    def _submit(self) -> asyncio.TimerHandle:
+        """Returns the timer of the deadline."""
+        num_total = self.demand.max_total_tokens
+        num_used = num_total if self._local else self.demand.prompt_tokens
+        self._prefill_hold = self._prefill.hold(self._plan.lacking_tokens, num_used)
         if not self._local:
-            self._decode_hold.enter_context(self._decode.hold(0, demand.max_total_tokens))
-
-    @contextmanager
-    def _submitted(self) -> Iterator[None]:
-        """Submit; on the way out cancel whatever was not seen to end."""
+            self._decode_hold = self._decode.hold(0, num_total)
         seq, loop, report = self._request.seq, asyncio.get_running_loop(), self._report
         self._may_hold = set(self._sessions)
         for session in self._sessions.values():
@@ -141,13 +149,7 @@ class Attempt:
             pull_from=self._holder.session.peer() if self._holder is not None else None,
             pull_blocks=self._plan.pull.num_blocks if self._plan.pull is not None else 0,
         )
-        try:
-            yield
-        finally:
-            deadline.cancel()
-            self._cancel_open()
-            for session in self._sessions.values():
-                session.detach(seq)
+        return deadline
 
     async def _follow(self) -> None:
         """Read events until the answer is whole and counted."""
@@ -253,7 +255,8 @@ class Attempt:
             report.on_first_token()
         if self._is_first:
             self._is_first = False
-            self._hold.waiting_tokens = 0
+            if self._prefill_hold is not None:
+                self._prefill_hold.waiting_tokens = 0
             self._prefill.health.first_token(self._queued_tokens, now_s - self._submitted_s)
         report.last_token_s = now_s
         report.token_ids.append(token_id)
@@ -327,9 +330,8 @@ class Attempt:
     def _release_prefill(self) -> None:
         """It has no part in the stream any more, however long that goes on, and nothing more to say of it."""
         self._stats_in = True
-        if not self._local:
-            self._hold = Hold(0, 0)
-            self._prefill_hold.close()
+        if not self._local and self._prefill_hold is not None:
+            self._prefill_hold.release()
 
     def _on_handoff_lost(self, error: BatonError) -> None:
         if self._num_new > 1:  # decode has it all the same, only prefill was not told: its link broke in between
@@ -391,8 +393,9 @@ class Attempt:
         self._decode = placed.decode
         self._sessions[placed.decode.worker_id] = placed.decode.session
         self._may_hold.add(placed.decode.worker_id)
-        self._decode_hold.close()
-        self._decode_hold.enter_context(placed.decode.hold(0, self.demand.max_total_tokens))
+        if self._decode_hold is not None:
+            self._decode_hold.release()
+        self._decode_hold = placed.decode.hold(0, self.demand.max_total_tokens)
         placed.decode.session.attach(self._request.seq, self)
         self._num_reroutes += 1
         self._prefill.session.reroute(self._request.seq, placed.decode.session.peer(), self._num_reroutes)

@@ -10,20 +10,34 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Self
 
 
 class Hold:
-    """One sequence's share of a worker's load. Tokens; whoever has it may lower them."""
+    """One sequence's share of a worker's load, until `release`, or as long as a `with` block. Tokens; whoever has it may lower
+    them."""
 
-    __slots__ = ("_ledger", "_serial", "_used_tokens", "_waiting_tokens")
+    __slots__ = ("_is_open", "_ledger", "_serial", "_used_tokens", "_waiting_tokens")
 
-    def __init__(self, waiting_tokens: int, used_tokens: int, ledger: Ledger | None = None) -> None:
+    def __init__(self, waiting_tokens: int, used_tokens: int, ledger: Ledger) -> None:
         self._waiting_tokens = waiting_tokens
         self._used_tokens = used_tokens
         self._ledger = ledger
-        self._serial = ledger.serial if ledger is not None else 0
+        self._serial = ledger.serial
+        self._is_open = True
+
+    def release(self) -> None:
+        """It counts no more; may be said again."""
+        if self._is_open:
+            self._is_open = False
+            self._ledger.released(self._serial, self._waiting_tokens, self._used_tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
     def waiting_tokens(self) -> int:
@@ -31,10 +45,9 @@ class Hold:
 
     @waiting_tokens.setter
     def waiting_tokens(self, num_tokens: int) -> None:
-        if num_tokens != self._waiting_tokens:
+        if self._is_open and num_tokens != self._waiting_tokens:
             change, self._waiting_tokens = num_tokens - self._waiting_tokens, num_tokens
-            if self._ledger is not None:
-                self._ledger.change(self._serial, change, 0)
+            self._ledger.change(self._serial, change, 0)
 
     @property
     def used_tokens(self) -> int:
@@ -42,10 +55,9 @@ class Hold:
 
     @used_tokens.setter
     def used_tokens(self, num_tokens: int) -> None:
-        if num_tokens != self._used_tokens:
+        if self._is_open and num_tokens != self._used_tokens:
             change, self._used_tokens = num_tokens - self._used_tokens, num_tokens
-            if self._ledger is not None:
-                self._ledger.change(self._serial, 0, change)
+            self._ledger.change(self._serial, 0, change)
 
 
 class Ledger:
@@ -78,20 +90,19 @@ class Ledger:
         self._new_waiting = self._new_used = self._num_new = 0
         self._on_change()
 
-    @contextmanager
-    def hold(self, waiting_tokens: int, used_tokens: int) -> Iterator[Hold]:
-        """Count a sequence until the block is left, however it is left."""
-        hold = Hold(waiting_tokens, used_tokens, self)
+    def hold(self, waiting_tokens: int, used_tokens: int) -> Hold:
+        """Count a sequence until its Hold is released."""
         self.num_held += 1
         self._num_new += 1
         self.change(self.serial, waiting_tokens, used_tokens)
-        try:
-            yield hold
-        finally:
-            self.num_held -= 1
-            if hold._serial == self.serial:
-                self._num_new -= 1
-            self.change(hold._serial, -hold.waiting_tokens, -hold.used_tokens)
+        return Hold(waiting_tokens, used_tokens, self)
+
+    def released(self, serial: int, waiting_tokens: int, used_tokens: int) -> None:
+        """A Hold made after report number `serial` is no more."""
+        self.num_held -= 1
+        if serial == self.serial:
+            self._num_new -= 1
+        self.change(serial, -waiting_tokens, -used_tokens)
 
     def change(self, serial: int, waiting_tokens: int, used_tokens: int) -> None:
         """A Hold made after report number `serial` has grown by so much."""

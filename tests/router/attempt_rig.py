@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,7 +46,7 @@ class Worker:
         """That its breaker has judged."""
         return len(self.health._failed)
 
-    def hold(self, waiting_tokens: int, used_tokens: int) -> AbstractContextManager[Hold]:
+    def hold(self, waiting_tokens: int, used_tokens: int) -> Hold:
         return self.ledger.hold(waiting_tokens, used_tokens)
 
     def attach(self, seq: int, listener: Listener) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.hashing import block_hashes, root_hash
 from baton.request import Role
 from router.forecast import MIN_STEP_SAMPLES, StepModel, backlog
-from router.holds import Hold, Ledger
+from router.holds import Ledger
 from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, place
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot
 from router.rates import DEFAULT_PREFILL_TOKENS_PER_S, SAME_SPEED, PeerSpeed, Rates
@@ -213,27 +213,29 @@ def test_whatever_happens_every_hold_is_taken_back(events: list[tuple[str, int, 
     open_holds = []
     for kind, waiting, used in events:
         if kind == "h":
-            context = ledger.hold(waiting, used)
-            open_holds.append((context, context.__enter__()))
+            open_holds.append(ledger.hold(waiting, used))
         elif kind == "r":
             ledger.report(waiting, used, len(open_holds))
         elif open_holds and kind == "l":
-            open_holds[0][1].waiting_tokens = waiting
-            open_holds[0][1].used_tokens = used
+            open_holds[0].waiting_tokens = waiting
+            open_holds[0].used_tokens = used
         elif open_holds:
-            open_holds.pop()[0].__exit__(None, None, None)
-        assert ledger.waiting_tokens >= sum(hold.waiting_tokens for _, hold in open_holds)
-        assert ledger.used_tokens >= sum(hold.used_tokens for _, hold in open_holds)
-    for context, _ in open_holds:
-        context.__exit__(None, None, None)
+            open_holds.pop().release()
+        assert ledger.waiting_tokens >= sum(hold.waiting_tokens for hold in open_holds)
+        assert ledger.used_tokens >= sum(hold.used_tokens for hold in open_holds)
+    for hold in open_holds:
+        hold.release()
     ledger.report(0, 0, 0)
     assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running, ledger.num_held) == (0, 0, 0, 0)
 
 
-def test_a_hold_without_a_ledger_counts_nowhere() -> None:
-    hold = Hold(5, 6)
-    hold.waiting_tokens, hold.used_tokens = 0, 1
-    assert (hold.waiting_tokens, hold.used_tokens) == (0, 1)
+def test_a_hold_that_was_released_counts_no_more_whatever_is_said_of_it() -> None:
+    ledger = Ledger(lambda: None)
+    hold = ledger.hold(5, 6)
+    hold.release()
+    hold.waiting_tokens = 50
+    hold.release()
+    assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_held) == (0, 0, 0)
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
