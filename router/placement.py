@@ -325,6 +325,9 @@ def _nearly_least(outlook: Outlook, cost: Floats, allowed: Mask | None, slack: f
     if allowed is not None:
         cost = np.where(allowed, cost, np.inf)
     best = int(cost.argmin())
+    if np.isnan(cost[best]):  # a forecast that is no number is no reason to choose a worker, or to look at it for ever
+        cost = np.where(np.isnan(cost), np.inf, cost)
+        best = int(cost.argmin())
     least = cost[best]
     if least == np.inf:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -359,3 +360,16 @@ def test_a_prompt_that_was_just_given_away_is_expected_there() -> None:
     assert expected.leading({ROOT: [*chain[:20], *reversed(chain)]}, 2).tolist() == [0, 16]
     expected.forget(1)
     assert not expected.leading({ROOT: chain}, 2).any()
+
+
+@pytest.mark.parametrize("broken", ["p0", "p1", "d0", "d1"])
+def test_a_worker_whose_forecast_is_no_number_is_left_out_and_nobody_looks_for_ever(broken: str) -> None:
+    nan = float("nan")
+    fleet = (prefill("p0", "d0", "d1"), prefill("p1", "d0", "d1"), decode("d0"), decode("d1"))
+    workers = [
+        replace(worker, prefill_tokens_per_s=nan, step_s=nan) if worker.worker_id == broken else worker
+        for worker in fleet
+    ]
+    with np.errstate(invalid="ignore"):
+        choice = chosen(*workers)
+    assert {choice.prefill, choice.decode} <= {"p0", "p1", "d0", "d1"}
