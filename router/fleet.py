@@ -566,9 +566,11 @@ class Fleet:
         assert made is not None
         return self._take(found, made, demand, told)
 
-    def forecast(self, demand: Demand) -> Choice | NoPlace:
-        """What a call could get now: `ttft_s` and `tpot_s` of the place that it would be given. Takes nothing."""
-        return choose(self._look(demand, self._demoted), local_prefill_tokens=self._local_prefill_tokens)
+    def forecast(self, demand: Demand, avoid: frozenset[str] = frozenset()) -> Choice | NoPlace:
+        """What a call could get now: the place that it would be given, its `ttft_s` and `tpot_s`. Takes nothing."""
+        avoid |= self._demoted
+        outlook = self._look(demand, avoid)
+        return choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid)
 
     @property
     def table(self) -> WorkerTable:

@@ -128,8 +128,11 @@ class FrontEnd:
     async def _follow_readiness(self) -> None:
         """Tell gRPC health what /readyz says, and let the fleet judge its workers."""
         while True:
-            self.fleet.tick(time.monotonic())
-            await self._grpc.set_ready(not self.calls.unready_reason())
+            try:
+                self.fleet.tick(time.monotonic())
+                await self._grpc.set_ready(not self.calls.unready_reason())
+            except Exception:  # the loop of a task that nobody awaits: one bad look must not end all later ones
+                log.exception("readiness_failed")
             await asyncio.sleep(READINESS_S)
 
 

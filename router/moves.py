@@ -119,8 +119,8 @@ class Sequences:
         if isinstance(error, SinkFailed) or report.num_retries >= MAX_MOVES:
             return False
         if not isinstance(error, Unavailable):  # it will say the same again
-            other = self._fleet.find_place(attempt.demand, avoid)
-            if isinstance(other, NoPlace) or avoid & {other.prefill.worker_id, other.decode.worker_id}:
+            other = self._fleet.forecast(attempt.demand, avoid)
+            if isinstance(other, NoPlace) or avoid & {other.prefill, other.decode}:
                 return False
         return True
 

@@ -229,3 +229,17 @@ async def test_a_defect_of_our_own_ends_its_call_with_internal_and_nobody_elses(
     assert answer.error.code == "internal"
     assert reply.status_code == 500
     assert next_answer.token_ids == ANSWER
+
+
+async def test_a_look_at_the_fleet_that_fails_is_not_the_last_one(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_rig(files) as rig:
+        looks: list[float] = []
+
+        def broken(now_s: float) -> None:
+            looks.append(now_s)
+            raise ValueError("a defect")
+
+        monkeypatch.setattr(rig.front_end.fleet, "tick", broken)
+        await until(lambda: len(looks) >= 3, "it is looked at again")
