@@ -25,7 +25,6 @@ import numpy as np
 from baton.config import ModelConfig, RouterConfig
 from baton.config_load import to_json
 from bench.child import STOP_TIMEOUT_S, Child, ChildError, die_with_parent, python_path
-from bench.router_bench_load import PLACEHOLDER
 from bench.router_bench_messages import (
     VOCABULARY,
     CountSessions,
@@ -49,7 +48,7 @@ from bench.router_bench_target import (
     family_cpu_s,
     family_memory_bytes,
     get,
-    post,
+    streamed_completion,
 )
 
 START_TIMEOUT_S = 300.0  # a thousand Sessions, and what the router does at each
@@ -166,18 +165,11 @@ class Rig:
     def requests(self, max_tokens: int) -> list[bytes]:
         """One streamed completion of token ids for each key; classes take turns."""
         draw = random.Random(max_tokens)
-        texts = []
-        for i in range(len(self.keys)):
-            body = {
-                "model": self.model,
-                "prompt": draw.choices(VOCABULARY, k=self.features.prompt_tokens),
-                "max_tokens": max_tokens,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            fields = {**self._fields(i), "x-request-id": PLACEHOLDER}
-            texts.append(post(self.port, "/v1/completions", fields, body))
-        return texts
+        prompts = [draw.choices(VOCABULARY, k=self.features.prompt_tokens) for _ in self.keys]
+        return [
+            streamed_completion(self.port, self.model, prompt, max_tokens, self._fields(i))
+            for i, prompt in enumerate(prompts)
+        ]
 
     def chat(self) -> Exchange:
         body = {"model": self.model, "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}

@@ -10,13 +10,13 @@ import http.client
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.router_bench_load import Records, Seen
+from bench.router_bench_load import PLACEHOLDER, Records, Seen
 
 HOST = "127.0.0.1"
 ANSWER_S = 60.0
@@ -114,6 +114,20 @@ def post(port: int, path: str, fields: Mapping[str, str], body: object) -> bytes
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
     return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + raw
+
+
+def streamed_completion(
+    port: int, model: str, prompt: str | Sequence[int], max_tokens: int, fields: Mapping[str, str] | None = None
+) -> bytes:
+    """A `post` of the kind that every router in the bench is asked: streamed, with usage, numbered by the load generator."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return post(port, "/v1/completions", {**(fields or {}), "x-request-id": PLACEHOLDER}, body)
 
 
 def family_cpu_s(pid: int) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baton.model_files import load_model_files
 from bench.peers.server import PeerServer
-from bench.router_bench_load import PLACEHOLDER, Seen
+from bench.router_bench_load import Seen
 from bench.router_bench_messages import VOCABULARY
 from bench.router_bench_target import (
     HOST,
@@ -30,7 +30,7 @@ from bench.router_bench_target import (
     Scraper,
     family_cpu_s,
     family_memory_bytes,
-    post,
+    streamed_completion,
 )
 
 PORT = 8_123  # in a network namespace of its own
@@ -79,21 +79,8 @@ class DynamoFrontend:
 
     def requests(self, max_tokens: int) -> list[bytes]:
         draw = random.Random(max_tokens)
-        return [
-            post(
-                PORT,
-                "/v1/completions",
-                {"x-request-id": PLACEHOLDER},
-                {
-                    "model": MODEL,
-                    "prompt": draw.choices(VOCABULARY, k=PROMPT_TOKENS),
-                    "max_tokens": max_tokens,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-            )
-            for _ in range(NUM_PROMPTS)
-        ]
+        prompts = [draw.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
+        return [streamed_completion(PORT, MODEL, prompt, max_tokens) for prompt in prompts]
 
     def chat(self) -> Exchange:
         body = {"model": MODEL, "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}

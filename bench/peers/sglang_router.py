@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.peers.server import PeerServer
-from bench.router_bench_load import PLACEHOLDER, HttpStub, Records, Seen
+from bench.router_bench_load import HttpStub, Records, Seen
 from bench.router_bench_target import (
     HOST,
     SHORT_PROMPT,
@@ -26,7 +26,7 @@ from bench.router_bench_target import (
     Scraper,
     family_cpu_s,
     family_memory_bytes,
-    post,
+    streamed_completion,
 )
 
 PORT, METRICS_PORT = 30_000, 29_000  # in a network namespace of its own
@@ -68,21 +68,8 @@ class SglangRouter:
 
     def requests(self, max_tokens: int) -> list[bytes]:
         draw = random.Random(max_tokens)
-        return [
-            post(
-                PORT,
-                "/v1/completions",
-                {"x-request-id": PLACEHOLDER},
-                {
-                    "model": "stub",
-                    "prompt": " ".join(draw.choices(WORDS, k=PROMPT_WORDS)),
-                    "max_tokens": max_tokens,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-            )
-            for _ in range(NUM_PROMPTS)
-        ]
+        prompts = [" ".join(draw.choices(WORDS, k=PROMPT_WORDS)) for _ in range(NUM_PROMPTS)]
+        return [streamed_completion(PORT, "stub", prompt, max_tokens) for prompt in prompts]
 
     def chat(self) -> Exchange:
         body = {"model": "stub", "messages": [{"role": "user", "content": SHORT_PROMPT}], "max_tokens": 1}
