@@ -25,7 +25,7 @@ from router.flow_back import Plan, plan
 from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
-from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look, place
+from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look
 from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, PromptHashing, WorkerPrefixes
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -511,8 +511,7 @@ class Fleet:
 
     def _find_any(self) -> Choice | NoPlace:
         """A place for the least of all calls."""
-        self._refresh_ejected()
-        return place(self.table, Demand(prompt_tokens=1, max_total_tokens=1))
+        return choose(self._look(Demand(prompt_tokens=1, max_total_tokens=1), frozenset()))
 
     def _refresh_ejected(self) -> None:
         """Time alone lets them be tried again."""

@@ -331,7 +331,7 @@ def _nearly_least(outlook: Outlook, cost: Floats, allowed: Mask | None, slack: f
     least = cost[best]
     if least == np.inf:
         return None
-    limit = least + (NEARLY * least if slack is None else slack)
+    limit = least + (NEARLY * abs(least) if slack is None else slack)
     near = np.flatnonzero(cost <= limit)
     row = int(near[outlook.workers.last_chosen[near].argmin()])
     outlook.seen += (best, row)

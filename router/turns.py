@@ -204,13 +204,14 @@ class Turns:
         """Tell the policy of the fleet, and of what those inside have come to, where that was not done just now."""
         if now_s < self._next_look_s:
             return
+        began_s = time.thread_time()  # of the CPU: to be kept from it for a while is no reason to look away for longer
         for place in self._fresh.values():
             place.tell_worker()
         if self.admission.queue:  # else nobody compares what was charged
             for place in self._places.values():
                 place.charge(self.admission)
         self.admission.observe(worker_loads(self._fleet), now_s)
-        cost_s = time.monotonic() - now_s
+        cost_s = time.thread_time() - began_s
         self._next_look_s = now_s + max(OBSERVE_S, cost_s / OBSERVE_SHARE)
 
     def _error(self, turn: Turn, shed: Shed) -> BatonError:

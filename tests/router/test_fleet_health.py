@@ -130,6 +130,13 @@ async def test_an_ejected_worker_gets_no_call_and_everybody_can_see_why(both_rig
     assert "b0 fell over" in snapshot.reason
 
 
+async def test_readiness_is_of_the_least_of_all_calls_whatever_prompt_was_placed_before(both_rig: Rig) -> None:
+    fleet = both_rig.front_end.fleet
+    fleet.table.cached_tokens[:] = 1_000.0  # what a long cached prompt leaves behind
+    assert fleet.unready_reason() == ""
+    assert not fleet.table.cached_tokens.any()
+
+
 async def test_the_last_worker_stays_in_use_and_client_faults_are_nobody_s(both_rig: Rig) -> None:
     for other in both_rig.workers[1:]:
         await other.kill()

@@ -362,6 +362,10 @@ def test_a_prompt_that_was_just_given_away_is_expected_there() -> None:
     assert not expected.leading({ROOT: chain}, 2).any()
 
 
+def test_a_prompt_that_is_cached_beyond_its_end_is_placed_as_any_other() -> None:
+    assert chosen(prefill("p0", cached_tokens=2_000), prefill("p1"), decode("d0")).prefill == "p0"
+
+
 @pytest.mark.parametrize("broken", ["p0", "p1", "d0", "d1"])
 def test_a_worker_whose_forecast_is_no_number_is_left_out_and_nobody_looks_for_ever(broken: str) -> None:
     nan = float("nan")
