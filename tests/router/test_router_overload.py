@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
 import re
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,14 @@ async def slow_pair(tokens_per_s: int = 100) -> tuple[StubWorker, StubWorker]:
     prefill.kv_load = worker_pb2.Load(prompt_tokens_computed=1_000, num_steps=100, step_ms=1e4 / tokens_per_s)
     prefill.script.prefill_gate.clear()
     return prefill, decode
+
+
+@contextlib.asynccontextmanager
+async def slow_rig(files: ModelFiles, workers: Sequence[StubWorker], **settings: object) -> AsyncIterator[Rig]:
+    """A router that has heard how fast they are: until it has, there is no reason to let calls wait."""
+    async with running_rig(files, workers, missed_heartbeats=100, **settings) as rig:
+        await until(lambda: rig.front_end.fleet.endpoints[0].rates.has_computed, "the speed is known")
+        yield rig
 
 
 def admission(rig: Rig) -> Admission:
@@ -63,7 +73,7 @@ def background(tasks: list[asyncio.Task[Any]], coroutine: Any) -> None:
 
 async def test_o1_a_burst_beyond_the_queue_is_refused_at_once_and_the_accepted_are_served(files: ModelFiles) -> None:
     workers = await slow_pair()
-    async with running_rig(files, workers, max_queued=8) as rig:
+    async with slow_rig(files, workers, max_queued=8) as rig:
         calls = [asyncio.create_task(post(rig)) for _ in range(20)]
         streams = [
             asyncio.create_task(rig.generate(request(max_tokens=3), metadata=tuple(BATCH.items()))) for _ in range(20)
@@ -71,21 +81,20 @@ async def test_o1_a_burst_beyond_the_queue_is_refused_at_once_and_the_accepted_a
         await until(lambda: sum(task.done() for task in calls + streams) >= 30, "the surplus is refused")
         refused = [task.result() for task in calls if task.done()]
         statuses = [task.result().status for task in streams if task.done()]
-        assert len(refused) + len(statuses) <= 31  # one or two are being computed, eight wait
+        assert len(refused) + len(statuses) <= 31  # one at least is being computed, eight wait
         assert {response.status_code for response in refused} <= {429}
         assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
         assert all(status is not None and status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED for status in statuses)
-        assert len(workers[0].submits) <= 2
+        num_given = len(workers[0].submits)
+        assert num_given <= 4  # two, and what time released between two looks at the fleet
         workers[0].script.prefill_gate.set()
-        for call in calls:
-            assert (await call).status_code in (200, 429)
-        for stream in streams:
-            answer = await stream
-            assert answer.done is not None or answer.error is not None
-        served = sum(call.result().status_code == 200 for call in calls) + sum(
-            s.result().done is not None for s in streams
-        )
-        assert served == 40 - len(refused) - len(statuses)
+        codes = [(await call).status_code for call in calls]
+        answers = [await stream for stream in streams]
+        assert set(codes) <= {200, 429}
+        served = codes.count(200) + sum(answer.done is not None for answer in answers)
+        assert served >= 9
+        others = [answer.status for answer in answers if answer.done is None]
+        assert all(status is not None and status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED for status in others)
         await rig.idle()
         assert (admission(rig).num_seqs, len(admission(rig).queue)) == (0, 0)
 
@@ -103,7 +112,7 @@ async def test_a_call_that_leaves_the_queue_frees_its_place_at_once_and_no_worke
     files: ModelFiles,
 ) -> None:
     workers = await slow_pair()
-    async with running_rig(files, workers) as rig:
+    async with slow_rig(files, workers) as rig:
         tasks: list[asyncio.Task[Any]] = []
         for _ in range(6):
             background(tasks, post(rig))
@@ -116,7 +125,7 @@ async def test_a_call_that_leaves_the_queue_frees_its_place_at_once_and_no_worke
         call.cancel()
         await until(lambda: admission(rig).num_seqs == 5, "both have left")
         assert len(admission(rig).queue) in (num_waiting - 1, num_waiting - 2)  # time may have released one more
-        assert len(workers[0].submits) <= 2
+        assert len(workers[0].submits) <= 4
         workers[0].script.prefill_gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         await rig.idle()
@@ -126,11 +135,12 @@ async def test_a_call_that_leaves_the_queue_frees_its_place_at_once_and_no_worke
 @pytest.mark.parametrize("way", ["http", "grpc"])
 async def test_a_deadline_that_passes_in_the_queue_ends_the_call_there(files: ModelFiles, way: str) -> None:
     workers = await slow_pair()
-    async with running_rig(files, workers) as rig:
+    async with slow_rig(files, workers) as rig:
         tasks: list[asyncio.Task[Any]] = []
         for _ in range(3):
             background(tasks, post(rig))
-        await until(lambda: admission(rig).num_seqs == 3, "the queue is not empty")
+        await until(lambda: len(workers[0].submits) == 2, "one is computed, the next is there, and one waits")
+        assert admission(rig).num_seqs == 3
         if way == "http":
             response = await post(rig, {**BATCH, "x-request-timeout-ms": "800"})
             assert response.status_code == 504
@@ -147,7 +157,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_call_there(files: Mo
 
 async def test_a_call_that_would_miss_its_target_is_shed_while_one_with_more_patience_waits(files: ModelFiles) -> None:
     workers = await slow_pair(tokens_per_s=10)
-    async with running_rig(files, workers) as rig:
+    async with slow_rig(files, workers) as rig:
         tasks: list[asyncio.Task[Any]] = []
         for _ in range(4):
             background(tasks, post(rig))
@@ -170,7 +180,7 @@ async def test_a_call_that_would_miss_its_target_is_shed_while_one_with_more_pat
 
 async def test_a_tenant_that_takes_less_goes_before_the_backlog_of_another(files: ModelFiles, tmp_path: Path) -> None:
     workers = await slow_pair()
-    async with running_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+    async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
         tasks: list[asyncio.Task[Any]] = []
         for number in range(10):
             background(tasks, post(rig, by("heavy", **{"x-request-id": f"heavy-{number}"})))
@@ -232,7 +242,7 @@ async def test_a_prompt_that_misses_its_class_s_target_on_an_idle_fleet_waits_wh
 ) -> None:
     """A laptop: 900 tokens take 9 s, and class interactive wants its first token within 2 s."""
     workers = await slow_pair(tokens_per_s=100)
-    async with running_rig(files, workers) as rig:
+    async with slow_rig(files, workers) as rig:
         long: dict[str, object] = {"prompt": [5] * 900, "max_tokens": 3}
         calls = [asyncio.create_task(rig.post("/v1/completions", long)) for _ in range(3)]
         await until(lambda: len(admission(rig).queue) == 2, "one is computed, two wait")
@@ -251,8 +261,10 @@ async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of
 ) -> None:
     """Calls that finish, of one answer and of two, and calls refused by body, by queue and by deadline in the queue."""
     workers = await slow_pair()
-    async with running_rig(files, workers, max_queued=2, api_keys_file=key_file(tmp_path)) as rig:
-        calls = [asyncio.create_task(post(rig, by("heavy"), n=n)) for n in (1, 2)]
+    async with slow_rig(files, workers, max_queued=2, api_keys_file=key_file(tmp_path)) as rig:
+        calls = [asyncio.create_task(post(rig, by("heavy"))) for _ in range(2)]
+        await until(lambda: len(workers[0].submits) == 2, "one is computed, and the next is there")
+        calls.append(asyncio.create_task(post(rig, by("heavy"), n=2)))
         late = {"x-request-timeout-ms": "2000"}
         calls.append(asyncio.create_task(post(rig, by("heavy", **late))))
         await until(lambda: len(admission(rig).queue) == 2, "two wait")
@@ -264,7 +276,7 @@ async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of
         workers[0].script.prefill_gate.set()
         answers = [await call for call in calls]
         await rig.idle()
-        assert sorted(answer.status_code for answer in answers) == [200, 200, 400, 429, 504]
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 400, 429, 504]
         usages = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
         text = (await rig.http.get("/metrics")).text
         for kind, name in (("prompt", "prompt"), ("completion", "generation")):
@@ -279,7 +291,7 @@ async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of
 
 async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path: Path) -> None:
     workers = await slow_pair()
-    async with running_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+    async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
         task = asyncio.create_task(post(rig, by("heavy", **{"x-request-id": "mine"})))
         await until(lambda: len(workers[0].submits) == 1, "it runs")
         calls = rig.front_end.calls
@@ -293,7 +305,7 @@ async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path:
 async def test_n1_n3_counts_come_back_after_cancels_rejects_and_retries(files: ModelFiles) -> None:
     rng = random.Random(3)
     workers = await slow_pair(tokens_per_s=1_000)
-    async with running_rig(files, workers, max_queued=16, max_retries=2) as rig:
+    async with slow_rig(files, workers, max_queued=16, max_retries=2) as rig:
 
         async def one(number: int) -> str:
             try:
