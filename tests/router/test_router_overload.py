@@ -40,7 +40,7 @@ async def slow_pair(tokens_per_s: int = 100) -> tuple[StubWorker, StubWorker]:
 @contextlib.asynccontextmanager
 async def slow_rig(files: ModelFiles, workers: Sequence[StubWorker], **settings: object) -> AsyncIterator[Rig]:
     """A router that has heard how fast they are: until it has, there is no reason to let calls wait."""
-    async with running_rig(files, workers, missed_heartbeats=100, **settings) as rig:
+    async with running_rig(files, workers, missed_heartbeats=100, **settings) as rig:  # type: ignore[arg-type]
         await until(lambda: rig.front_end.fleet.endpoints[0].rates.has_computed, "the speed is known")
         yield rig
 
