@@ -86,6 +86,7 @@ class Load:
     max_requests: int = 0  # 0 = no limit
     first_number: int = 0
     start_ns: int = 0  # CLOCK_MONOTONIC; 0 = LEAD_S from now
+    nap_s: float = 0.0  # before each look at the sockets: a server that writes to it then seldom has to wake it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Generator:
         self._end_ns = self.stop_ns + int(load.drain_s * 1e9)
         words = (
             program, load.port, folder / "requests", self._prefix, load.connections, load.first_number, load.max_requests,
-            load.rate, self.start_ns, int(load.ramp_s * 1e9), self.stop_ns, self._end_ns, "127.0.0.1",
+            load.rate, self.start_ns, int(load.ramp_s * 1e9), self.stop_ns, self._end_ns, int(load.nap_s * 1e9),
+            "127.0.0.1",
         )  # fmt: skip
         self._process = subprocess.Popen(
             [str(word) for word in words],

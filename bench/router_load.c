@@ -58,7 +58,7 @@ static struct connection *connections;
 static struct request *requests;
 static uint32_t num_requests, num_connections, num_open, num_connected, num_connecting, num_reconnects, num_late;
 static uint32_t next_to_connect, *idle, num_idle;
-static int64_t start_ns, stop_ns, end_ns, ramp_ns, earliest_ns;
+static int64_t start_ns, stop_ns, end_ns, ramp_ns, nap_ns, earliest_ns;
 static double rate;
 static uint32_t first_number, max_requests;
 static struct sockaddr_in server;
@@ -413,6 +413,7 @@ static void run(void) {
         if (wake <= now) wake = now + 1000000; /* an open loop without an idle connection: look again in a millisecond */
         struct itimerspec at = {.it_value = {wake / 1000000000LL, wake % 1000000000LL}};
         timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
+        if (nap_ns) nanosleep(&(struct timespec){.tv_nsec = nap_ns}, NULL);
         int n = epoll_wait(poller, ready, 512, -1);
         now = now_ns();
         for (int i = 0; i < n; i++)
@@ -444,9 +445,9 @@ static void write_file(const char *prefix, const char *suffix, const void *at, s
 }
 
 int main(int argc, char **argv) {
-    if (argc != 13) {
+    if (argc != 14) {
         fprintf(stderr, "usage: router_load PORT REQUESTS OUT CONNECTIONS FIRST_NUMBER MAX_REQUESTS RATE START_NS RAMP_NS STOP_NS "
-                        "END_NS HOST\n");
+                        "END_NS NAP_NS HOST\n");
         return 2;
     }
     read_requests(argv[2]);
@@ -458,9 +459,10 @@ int main(int argc, char **argv) {
     ramp_ns = atoll(argv[9]);
     stop_ns = atoll(argv[10]);
     end_ns = atoll(argv[11]);
+    nap_ns = atoll(argv[12]);
     earliest_ns = start_ns;
     server = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons(atoi(argv[1]))};
-    if (inet_pton(AF_INET, argv[12], &server.sin_addr) != 1) { errno = EINVAL; die(argv[12]); }
+    if (inet_pton(AF_INET, argv[13], &server.sin_addr) != 1) { errno = EINVAL; die(argv[13]); }
     connections = calloc(num_connections, sizeof *connections);
     idle = calloc(num_connections, sizeof *idle);
     if (!connections || !idle) die("memory");

@@ -582,14 +582,15 @@ class Fleet:
         """Leading tokens of a prompt that some worker that computes prompts has cached."""
         if not hashes:
             return 0
-        topology, num_blocks = self.table.topology(), self.prefixes.leading(hashes, len(self.table))
-        sizes = [root.block_size for root in hashes]
-        return int(num_blocks[topology.prefill | topology.both].max(initial=0)) * min(sizes)
+        num_blocks = self.prefixes.leading(hashes, len(self._table))
+        if not num_blocks.any():
+            return 0
+        most = num_blocks[self.table.topology().computes].max(initial=0)
+        return int(most) * min(root.block_size for root in hashes)
 
     def backlog(self) -> Backlog:
         """How much work waits for those who take calls."""
-        topology = self.table.topology()
-        return backlog(self.table, topology.prefill | topology.both)
+        return backlog(self.table, self.table.topology().computes)
 
     def _look(self, demand: Demand, avoid: frozenset[str]) -> Outlook:
         self._refresh_ejected()

@@ -98,6 +98,7 @@ class Topology:
     decode: Mask  # takes sequences
     both: Mask  # of those: prefills for itself
     any_both: bool
+    computes: Mask  # prompts, for others or for itself
     prefill_cost: Floats  # 0 for those that prefill, UNPROVED_S where no link is proved, inf for others
     decode_cost: Floats  # 0 for those that decode, inf for others
     per_pool_token: Floats  # 1 / pool_tokens
@@ -231,6 +232,7 @@ class WorkerTable:
             decode=decode,
             both=both,
             any_both=bool(both.any()),
+            computes=prefill | both,
             prefill_cost=_prefill_cost(paired, proved),
             decode_cost=np.where(decode, 0.0, np.inf),
             per_pool_token=1 / np.maximum(self.pool_tokens, 1.0),
