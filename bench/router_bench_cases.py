@@ -40,6 +40,7 @@ SHORT_TOKENS = 2  # one from prefill, one from decode: the cost of a request is 
 NAP_S = (
     0.001  # of the load generator where CPU is measured: a client on another host is not woken on the router's account
 )
+COME_UP_S = 6.0  # a fleet of a thousand is introduced to itself for 4 s after its last Session is open
 WARM_UP_S = 2.0  # after the last stream of a load began
 NUMBERS_OF_A_LOAD = 1 << 20
 
@@ -153,6 +154,7 @@ def measure_parts(target: Target, effort: Effort, parts: Sequence[str], say: Cal
             return None
 
     say("idle")
+    time.sleep(COME_UP_S)
     figures = Figures(measure_idle(target, effort))
     figures.cpu = measured("cpu", target, measure_cpu)
     figures.gaps = measured("gap", target, measure_gap)

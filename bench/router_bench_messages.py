@@ -20,7 +20,7 @@ class StubFleet:
     num_prefill: int
     num_decode: int
     num_other: int  # endpoints that other routers keep busy: candidates of each placement, and never the best
-    blocks_each: int  # of a worker's pool; its cache is full, and its router is told every hash
+    blocks_each: int  # cached by each worker; its router is told every hash
     num_classes: int  # of SLO
     step_s: float  # of decode; 0 = a step as soon as its routers have taken the last one
 

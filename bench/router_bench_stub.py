@@ -47,6 +47,7 @@ from bench.router_bench_messages import (
 BLOCK_TOKENS = 16  # DESIGN section 5
 MAX_MODEL_LEN = 8_192
 MAX_NUM_SEQS = 512
+OWN_POOL_BLOCKS = 1 << 19  # of those that take the traffic: room for all of it, so that none goes to the busy ones
 BUSY_STEP_MS = 200.0  # of an endpoint that others keep busy: no forecast prefers it
 BUSY_WAITING_TOKENS = 1_000_000
 PAGE_HASHES = 32_768  # worker/cache_report.py
@@ -167,6 +168,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self._fleet = fleet
         self._cached = cached  # the hashes of its prefix cache, back to back
         self._busy = busy
+        self._num_blocks = fleet.blocks_each if busy else OWN_POOL_BLOCKS
         self._peers: Sequence[worker_pb2.Peer] = ()
         self._num_steps = 0
         self._num_tokens = 0
@@ -235,7 +237,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             model="stub",
             fingerprint="f" * 32,
             max_model_len=MAX_MODEL_LEN,
-            num_blocks=self._fleet.pool_blocks,
+            num_blocks=self._num_blocks,
             block_size=BLOCK_TOKENS,
             max_num_seqs=MAX_NUM_SEQS,
             load=self._load(),
@@ -250,14 +252,14 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             yield worker_pb2.LinkStatus(peer=peer, state="ready", transport="loopback")
 
     def _load(self) -> worker_pb2.Load:
-        pool = self._fleet.pool_blocks
+        pool = self._num_blocks
         active = pool * 97 // 100 if self._busy else min(pool, self.num_running)
         return worker_pb2.Load(
             role=self.role,
             num_running=MAX_NUM_SEQS if self._busy else self.num_running,
             waiting_tokens=BUSY_WAITING_TOKENS if self._busy else 0,
             active_blocks=active,
-            cached_blocks=pool - active,
+            cached_blocks=min(self._fleet.blocks_each, pool - active),
             num_steps=self._num_steps,
             output_tokens=self._num_tokens,
             step_ms=BUSY_STEP_MS if self._busy else 1e3 * self._fleet.step_s,
@@ -388,7 +390,7 @@ class Fleet(control_pb2_grpc.ControlServicer):
 
     def __init__(self, wanted: StubFleet) -> None:
         self.step_s = wanted.step_s
-        self.pool_blocks = wanted.blocks_each
+        self.blocks_each = wanted.blocks_each  # cached by each worker
         self.log = TokenLog()
         self.holders: dict[int, RouterStream] = {}  # of running sequences
         roles = [worker_pb2.ROLE_PREFILL] * wanted.num_prefill + [worker_pb2.ROLE_DECODE] * wanted.num_decode
