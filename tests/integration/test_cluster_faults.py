@@ -102,7 +102,10 @@ async def test_queued_calls_can_leave_too(fault_cluster: ClusterUnderTest) -> No
 
 
 @pytest.mark.timeout(240)
-async def test_a_minute_of_mixed_traffic_leaves_nothing_behind(fault_cluster: ClusterUnderTest) -> None:
+@pytest.mark.parametrize("duration_s", [20.0, pytest.param(60.0, marks=pytest.mark.slow)])
+async def test_a_time_of_mixed_traffic_leaves_nothing_behind(
+    fault_cluster: ClusterUnderTest, duration_s: float
+) -> None:
     def footprint() -> dict[int, tuple[int, int]]:
         return {
             process.pid: (process.num_threads(), process.num_fds())
@@ -132,7 +135,7 @@ async def test_a_minute_of_mixed_traffic_leaves_nothing_behind(fault_cluster: Cl
         await soak(generate, Traffic(seed=1), num_calls=32)  # warm-up: connections, thread pools
         await client.until_idle()
         before = footprint()
-        report = await soak(generate, Traffic(seed=2), duration_s=60.0)
+        report = await soak(generate, Traffic(seed=2), duration_s=duration_s)
         print(
             f"{report.num_completed} calls done, {report.num_cancelled} cancelled in {report.duration_s:.0f} s, "
             f"{report.num_completed / report.duration_s:.1f} calls/s"
