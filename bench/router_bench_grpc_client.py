@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 import uvloop
 
+from baton import grpc_wakeups
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.child import Failed
 from bench.router_bench_messages import VOCABULARY, GrpcLoad, Taken, class_name
@@ -83,6 +84,7 @@ def call_of(load: GrpcLoad, i: int) -> serving_pb2.GenerateRequest:
 
 
 def main() -> None:
+    grpc_wakeups.never_block()
     parent = Connection(int(sys.argv[1]))
     try:
         parent.send(uvloop.run(take(parent.recv())))

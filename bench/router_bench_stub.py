@@ -24,6 +24,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from baton import grpc_wakeups
 from baton.hashing import HASH_BYTES
 from baton.ids import new_epoch
 from baton.keepalive import SERVER_OPTIONS
@@ -474,6 +475,7 @@ async def serve(parent: Connection) -> None:
 
 
 def main() -> None:
+    grpc_wakeups.never_block()
     uvloop.run(serve(Connection(int(sys.argv[1]))))
     os._exit(0)  # a thousand gRPC servers have nothing to finish
 

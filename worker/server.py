@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from baton import grpc_wakeups
 from baton.config import WorkerConfig
 from baton.errors import ConfigError
 from baton.ids import new_epoch
@@ -220,6 +221,7 @@ class WorkerServer:
         self._loop.call_soon_threadsafe(self._on_fatal, error)
 
     async def _serve_host(self, host: WorkerHost, trust: PeerTrust) -> None:
+        grpc_wakeups.never_block()
         config = self._config
         server = grpc.aio.server(
             options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]

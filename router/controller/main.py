@@ -27,6 +27,7 @@ from pathlib import Path
 import grpc
 import uvicorn
 
+from baton import grpc_wakeups
 from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
 from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(cluster: ClusterConfig) -> None:
+    grpc_wakeups.never_block()
     stop = _stop_on_signal()
     config = cluster.controller
     run_dir = Path(config.run_dir)
