@@ -28,9 +28,10 @@ from uvicorn.server import ServerState
 
 EXTENSION = "baton.exchange"
 
-# Reads per turn of the loop. Each may start a request, which takes about 0.25 ms (docs/router_cost.md): together 2 ms, a
-# tenth of the gap that a stream may be late by.
-READS_PER_TURN = 8
+# Reads per turn of the loop, each of which may start a request: fewer where turns take longer than they should, since a token
+# of a stream that runs waits for two of them. A tenth of the gap that a stream may be late by.
+MAX_READS_PER_TURN = 8
+TURN_S = 0.008
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
 HEAD_TOO_LARGE = b"the request head is too large; the limit is %d bytes" % MAX_HEAD_BYTES
 NO_HTTP = b"this is no HTTP/1.1 request"
@@ -44,15 +45,23 @@ class Intake:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[FrontDoorProtocol] = deque()
+        self._num_reads = MAX_READS_PER_TURN  # of the next turn
+        self._took_s = 0.0  # when it was this one's turn last
 
     def add(self, protocol: FrontDoorProtocol) -> None:
         """Let `protocol` parse what it holds when its turn comes."""
         if not self._waiting:
             self._loop.call_soon(self._take)
+            self._took_s = time.monotonic()
         self._waiting.append(protocol)
 
     def _take(self) -> None:
-        for _ in range(min(READS_PER_TURN, len(self._waiting))):
+        last_s, self._took_s = self._took_s, time.monotonic()
+        if self._took_s - last_s < TURN_S:
+            self._num_reads = min(MAX_READS_PER_TURN, self._num_reads + 1)
+        else:
+            self._num_reads = max(1, self._num_reads // 2)
+        for _ in range(min(self._num_reads, len(self._waiting))):
             self._waiting.popleft().parse()
         if self._waiting:
             self._loop.call_soon(self._take)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from baton.config import RouterConfig
 from router import http_protocol, http_server
 from router.asgi import send_json
-from router.http_protocol import MAX_HEAD_BYTES, READS_PER_TURN, Exchange, exchange_of
+from router.http_protocol import MAX_HEAD_BYTES, MAX_READS_PER_TURN, Exchange, exchange_of
 from router.http_server import HttpServer
 from tests.router.router_rig import Rig, until
 
@@ -236,7 +236,7 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
         for _, writer in streams:
             writer.close()
     assert answers == [(200, b'"/x"')] * 60
-    assert max(begun.values()) <= READS_PER_TURN
+    assert max(begun.values()) <= MAX_READS_PER_TURN
 
 
 async def test_a_client_that_does_not_read_gets_no_second_answer_made(monkeypatch: pytest.MonkeyPatch) -> None:
