@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from baton.config import RouterConfig
 from router import http_protocol, http_server
 from router.asgi import send_json
-from router.http_protocol import MAX_HEAD_BYTES, MAX_READS_PER_TURN, Exchange, exchange_of
+from router.http_protocol import MAX_HEAD_BYTES, MAX_READS_PER_TURN, TURN_S, Exchange, exchange_of
 from router.http_server import HttpServer
 from tests.router.router_rig import Rig, until
 
@@ -237,6 +238,33 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
             writer.close()
     assert answers == [(200, b'"/x"')] * 60
     assert max(begun.values()) <= MAX_READS_PER_TURN
+
+
+async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> None:
+    turn, begun = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def take_long(exchange: Exchange, path: str) -> None:
+        begun[turn] += 1
+        time.sleep(TURN_S)
+        await echo(exchange, path)
+
+    async with serving(take_long) as server:
+        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+        counting = asyncio.create_task(count_turns())
+        for _, writer in streams:
+            writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = [await Client(reader, writer).hear() for reader, writer in streams]
+        counting.cancel()
+        for _, writer in streams:
+            writer.close()
+    assert answers == [(200, b'"/x"')] * 40
+    assert Counter(begun.values())[1] >= 20
 
 
 async def test_a_client_that_does_not_read_gets_no_second_answer_made(monkeypatch: pytest.MonkeyPatch) -> None:
