@@ -49,7 +49,7 @@ async def _count_turns() -> int:
             await context.write(request)
 
     async def read() -> None:
-        async for _ in channel.unary_stream("/test/Say")(b"x"):
+        async for _ in channel.unary_stream("/test/Say", None, None)(b"x"):
             pass
 
     server = grpc.aio.server()

@@ -251,7 +251,7 @@ async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> No
 
     async def take_long(exchange: Exchange, path: str) -> None:
         begun[turn] += 1
-        time.sleep(TURN_S)
+        time.sleep(TURN_S)  # noqa: ASYNC251  # a turn of the loop that takes so long
         await echo(exchange, path)
 
     async with serving(take_long) as server:
