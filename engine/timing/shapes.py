@@ -103,8 +103,13 @@ class ModelShape:
 
     def active_weight_bytes(self, dtype: str, num_tokens: int = 1) -> float:
         """Return what a step over `num_tokens` reads: all but the embedding table (looked up) and untouched experts."""
-        experts = self.mixture_layers * self.experts_touched(num_tokens) * self.expert_params
-        return (self.common_params + experts + self.head_params) * DTYPE_BYTES[dtype]
+        return self.common_weight_bytes(dtype) + self.touched_expert_bytes(dtype, num_tokens)
+
+    def common_weight_bytes(self, dtype: str) -> float:
+        return (self.common_params + self.head_params) * DTYPE_BYTES[dtype]
+
+    def touched_expert_bytes(self, dtype: str, num_tokens: int) -> float:
+        return self.mixture_layers * self.experts_touched(num_tokens) * self.expert_params * DTYPE_BYTES[dtype]
 
     def kv_bytes_per_token(self, dtype: str) -> float:
         width = 2 * self.num_kv_heads * self.head_dim
@@ -115,7 +120,16 @@ class ModelShape:
     @property
     def flops_per_token(self) -> float:
         """Multiply-adds count two; the layers' matrices only, without attention over the context and the head."""
-        return 2.0 * (self.common_params + self.mixture_layers * self.num_active_experts * self.expert_params)
+        return self.common_flops + self.expert_flops
+
+    @property
+    def common_flops(self) -> float:
+        return 2.0 * self.common_params
+
+    @property
+    def expert_flops(self) -> float:
+        """Of one token, in the routed experts that it visits."""
+        return 2.0 * self.mixture_layers * self.num_active_experts * self.expert_params
 
     @property
     def head_flops(self) -> float:
