@@ -8,7 +8,7 @@ For a given number of decodes that is linear in their context, which is what mak
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,11 +62,12 @@ def price_s(terms: Terms[Number], by: Efficiency[Number]) -> Number:
 
 
 def _larger(a: Number, b: Number) -> Number:
-    total: Any = a + b
-    return (total + abs(a - b)) / 2  # the same for numbers and arrays
+    apart: Number = abs(a - b)
+    larger: Number = (a + b + apart) / 2  # max, the same for numbers and arrays
+    return larger
 
 
-IDEAL = Efficiency[float](1, 1, 1, 1, 1, 1, 1, 0, 0, 0)
+IDEAL: Efficiency[float] = Efficiency(1, 1, 1, 1, 1, 1, 1, 0, 0, 0)
 
 _ACTIVATION_BYTES = 2  # bf16, whatever the weights are
 _ALLREDUCES_PER_LAYER = 2  # after attention and after the ffn: Megatron-LM (Shoeybi et al. 2019), section 3
