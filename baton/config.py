@@ -67,6 +67,26 @@ class KVTransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EmulationConfig:
+    """GPUs that are not there: all is real but the tensors, and takes the time that it would on them (docs/emulator.md)."""
+
+    gpu: str = ""  # a name that engine/timing/hardware.py knows; "" = none: a real model, at its own pace
+    model: str = "llama-3.1-8b"  # whose steps and KV are timed (engine/timing/shapes.py); `model.path` only lends its tokenizer
+    tp: int = 1  # GPUs of one worker
+    weight_dtype: str = "fp8"  # names of engine/timing/hardware.py; DESIGN section 1 serves the 70B like this
+    kv_dtype: str = "bf16"
+    time_scale: float = 1.0  # seconds that a second of the GPUs takes here: 10 = everything at a tenth of its speed
+    kv_scale: int = 1_024  # bytes of KV that are timed for each one moved; DESIGN section 7
+    memory_ratio: float = 0.9  # of the GPUs' memory that weights and KV may fill; vLLM's gpu_memory_utilization
+    max_model_len: int = 131_072  # tokens; of Llama 3.1, and no emulated model is trained for less
+    start_s: float = 0.0  # that loading the weights takes, on top of the process's own start
+    flip_s: float = 0.0  # that an idle worker takes to change its role
+    failure_mean_s: float = 0.0  # between two deaths of one worker, exponentially distributed; 0 = it never dies
+    failure_seed: int = 0
+    origin: float = 0.0  # of the deaths, on this machine's monotonic clock; `baton up` notes its start here
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker process."""
 
@@ -90,6 +110,7 @@ class WorkerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     log_level: str = "info"
 
 
@@ -178,6 +199,7 @@ class ClusterConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
 
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     def tls_dir_of(self, part: str) -> str:
         """Where router, worker or controller finds its certificate; "" = there is none."""
         return f"{self.tls_dir}/{part}" if self.tls_dir else ""

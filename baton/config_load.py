@@ -72,6 +72,7 @@ _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
 _COUNT = Limit("nothing can be served with less", 1)
+_DELAY = Limit("0 = at once", 0, 86_400)
 _LOG = Limit("log levels", choices=("debug", "info", "warning", "error"))
 _LIMITS: Mapping[str, Limit] = {
     "prefill": _WORKERS,
@@ -99,6 +100,15 @@ _LIMITS: Mapping[str, Limit] = {
     "kv.hello_timeout_s": _SECONDS,
     "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
     "router.http_port": _PORT,
+    "emulation.tp": Limit("GPUs of one worker", 1, 1_024),
+    "emulation.time_scale": Limit("below 1 the CPUs would have to outrun the GPUs", 1, 10_000),
+    "emulation.kv_scale": Limit("bytes of KV timed for each one moved", 1, 1 << 20),
+    "emulation.memory_ratio": Limit("a part of the GPUs' memory", 0.01, 1),
+    "emulation.max_model_len": _COUNT,
+    "emulation.start_s": _DELAY,
+    "emulation.flip_s": _DELAY,
+    "emulation.failure_mean_s": Limit("0 = workers never die", 0, 31_536_000),
+    "emulation.failure_seed": Limit("seeds are whole numbers from 0", 0),
     "router.grpc_port": _PORT,
     "router.processes": Limit("each takes a core when busy", 1, 64),
     "router.process_port": _PORT,

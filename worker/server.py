@@ -32,6 +32,7 @@ from baton.peer_trust import Part, PeerTrust
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
+from worker.emulation import emulated_link, load_emulated_model
 from engine.ports import Runner
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane, make_transport
@@ -58,31 +59,9 @@ def _load_builder(dotted: str) -> RoleBuilder:
     return builder
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run, and what is known of it."""
-
-    spec: ModelSpec
-    runner: Runner
-
-
-Allocate: TypeAlias = Callable[
-    [int], memoryview
-]  # bytes wanted -> zeroed memory that peers may map, if the transport can
-LoadModel: TypeAlias = Callable[[WorkerConfig, Allocate], LoadedModel]
-
-
-def load_torch_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
-    """Read the model's files and weights; the KV cache lies in memory of `allocate`.
-
-    Raises:
-        ConfigError: missing or damaged files, too little memory.
-    """
-    from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
-
-    files = load_model_files(config.model.path)
-    runner = load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate)
-    return LoadedModel(replace(files.spec, numerics=runner.numerics), runner)
+def load_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
+    """Load what the configuration names: a model, or the emulation of one. Raises: ConfigError."""
+    return (load_emulated_model if config.emulation.gpu else load_torch_model)(config, allocate)
 
 
 class WorkerServer:
@@ -117,8 +96,9 @@ class WorkerServer:
             ConfigError: the model, memory, port or transport is not to be had; the message says what to do.
         """
         self._thread.start()
-        if not self._started.wait(START_TIMEOUT_S):
-            raise ConfigError(f"worker {self._config.worker_id} did not start within {START_TIMEOUT_S:g} s")
+        patience_s = START_TIMEOUT_S + self._config.emulation.start_s
+        if not self._started.wait(patience_s):
+            raise ConfigError(f"worker {self._config.worker_id} did not start within {patience_s:g} s")
         if self._start_error is not None:
             self._thread.join()
             raise self._start_error
@@ -176,6 +156,8 @@ class WorkerServer:
         config = self._config
         trust = PeerTrust(config.tls_dir, Part.WORKER)
         if config.kv.transport == "ucx" and config.kv.ucx_net_devices != LOOPBACK_DEVICE:
+            if config.emulation.gpu:
+                transport = emulated_link(config, transport)
             log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
         with contextlib.ExitStack() as not_started:
             transport = make_transport(config.kv, f"{self.epoch:016x}")
@@ -204,6 +186,7 @@ class WorkerServer:
                 plane,
                 _load_builder(config.prefill_role),
                 _load_builder(config.decode_role),
+                model.lateness,
                 self._loop,
                 self._on_fatal,
                 trust,

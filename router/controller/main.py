@@ -184,6 +184,7 @@ def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int)
         )
         for role, size in sizes.items()
         for index in range(size)
+            emulation=cluster.emulation,
     ]
 
 
