@@ -13,8 +13,6 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,18 +24,17 @@ from baton.errors import ConfigError
 from baton.ids import new_epoch
 from baton.kv_layout import KVLayout
 from baton.log import get_log
-from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
 from baton.peer_trust import Part, PeerTrust
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
-from worker.emulation import emulated_link, load_emulated_model
-from engine.ports import Runner
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane, make_transport
 from worker.announcer import announce
+from worker.emulation import emulated_link, load_emulated_model
 from worker.host import RoleBuilder, WorkerHost
+from worker.loading import Allocate, LoadedModel, LoadModel, load_torch_model
 from worker.session_service import SessionService
 
 log = get_log("worker.server")
@@ -71,7 +68,7 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         on_fatal: Callable[[BaseException], None] | None = None,
-        load_model: LoadModel = load_torch_model,
+        load_model: LoadModel = load_model,
     ) -> None:
         self._config = config
         self._load_model = load_model
@@ -156,11 +153,11 @@ class WorkerServer:
         config = self._config
         trust = PeerTrust(config.tls_dir, Part.WORKER)
         if config.kv.transport == "ucx" and config.kv.ucx_net_devices != LOOPBACK_DEVICE:
-            if config.emulation.gpu:
-                transport = emulated_link(config, transport)
             log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
         with contextlib.ExitStack() as not_started:
             transport = make_transport(config.kv, f"{self.epoch:016x}")
+            if config.emulation.gpu:
+                transport = emulated_link(config, transport)
             not_started.callback(transport.close)
             model = self._load_model(config, transport.allocate)
             kv_cache = model.runner.kv_cache
@@ -186,10 +183,10 @@ class WorkerServer:
                 plane,
                 _load_builder(config.prefill_role),
                 _load_builder(config.decode_role),
-                model.lateness,
                 self._loop,
                 self._on_fatal,
                 trust,
+                model.lateness,
             )
             await self._serve_host(self._host, trust)
         finally:
