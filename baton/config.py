@@ -196,10 +196,10 @@ class ClusterConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
 
-    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     def tls_dir_of(self, part: str) -> str:
         """Where router, worker or controller finds its certificate; "" = there is none."""
         return f"{self.tls_dir}/{part}" if self.tls_dir else ""

@@ -483,5 +483,5 @@ class WorkerHost:
             quarantined_slots=kv.quarantined_slots,
             session_outbox_bytes=self.sessions.outbox_bytes(),
             link_outbox_bytes=self.links.outbox_bytes(),
-        )
             p99_lateness=self._lateness(),
+        )

@@ -180,11 +180,11 @@ def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int)
             model=cluster.model,
             engine=dataclasses.replace(cluster.engine_of(role), num_threads=num_threads),
             kv=cluster.kv,
+            emulation=cluster.emulation,
             log_level=cluster.controller.log_level,
         )
         for role, size in sizes.items()
         for index in range(size)
-            emulation=cluster.emulation,
     ]
 
 
