@@ -68,6 +68,7 @@ def _plain(number: float) -> str:
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _KV_DTYPES = ("auto", *_DTYPES, "float8_e4m3", *KV_DTYPE_ALIASES)
+_EMULATED_DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
@@ -99,7 +100,8 @@ _LIMITS: Mapping[str, Limit] = {
     "kv.transfer_timeout_s": _SECONDS,
     "kv.hello_timeout_s": _SECONDS,
     "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
-    "router.http_port": _PORT,
+    "emulation.weight_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
+    "emulation.kv_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
     "emulation.tp": Limit("GPUs of one worker", 1, 1_024),
     "emulation.time_scale": Limit("below 1 the CPUs would have to outrun the GPUs", 1, 10_000),
     "emulation.kv_scale": Limit("bytes of KV timed for each one moved", 1, 1 << 20),

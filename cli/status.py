@@ -12,6 +12,7 @@ from cli.kv_status import refused_pairs, show_kv
 from cli.run_folder import ClusterRecord
 from cli.running import RunningCluster, add_cluster_flag
 from cli.terminal import output, table
+from engine.pace import TOLERANCE
 
 if TYPE_CHECKING:
     from cli.parsers import Commands
@@ -83,6 +84,13 @@ def _show_workers(answer: dict[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker["reason"]:
             output.print(f"{worker['worker_id']}: {worker['reason']}", markup=False, soft_wrap=True)
+        if worker["load"] and worker["load"]["p99_lateness"] > TOLERANCE:
+            output.print(
+                f"{worker['worker_id']}: THE EMULATION IS NOT TRUE: its steps end up to"
+                f" {worker['load']['p99_lateness']:.0%} of a step too late (p99, allowed {TOLERANCE:.0%}); raise --time-scale,"
+                " or use fewer workers",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
         for router, reason in worker["ejected"].items():
             output.print(f"{worker['worker_id']} gets no calls from {router}: {reason}", markup=False, soft_wrap=True)
 
