@@ -72,8 +72,8 @@ _EMULATED_DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
-_COUNT = Limit("nothing can be served with less", 1)
 _DELAY = Limit("0 = at once", 0, 86_400)
+_COUNT = Limit("nothing can be served with less", 1)
 _LOG = Limit("log levels", choices=("debug", "info", "warning", "error"))
 _LIMITS: Mapping[str, Limit] = {
     "prefill": _WORKERS,
@@ -111,6 +111,7 @@ _LIMITS: Mapping[str, Limit] = {
     "emulation.flip_s": _DELAY,
     "emulation.failure_mean_s": Limit("0 = workers never die", 0, 31_536_000),
     "emulation.failure_seed": Limit("seeds are whole numbers from 0", 0),
+    "router.http_port": _PORT,
     "router.grpc_port": _PORT,
     "router.processes": Limit("each takes a core when busy", 1, 64),
     "router.process_port": _PORT,
