@@ -31,6 +31,7 @@ class TraceRow:
     input_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...] = ()  # chained prefix blocks; equal ids = equal content
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # of each
 
 
 def load_trace(path: Path, *, seed: int) -> list[TraceRow]:
