@@ -63,6 +63,7 @@ class KVTransferConfig:
     lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
     transfer_timeout_s: float = 10.0  # prefill end -> Ack
     hello_timeout_s: float = 3.0  # Hello and probe
+    quiet_s: float = 0.25  # after Commit, silence that counts as loss; doubled each time, so that a paused sender is not blamed
     max_resends: int = 2  # of damaged or missing frames, per transfer
 
 

@@ -99,6 +99,7 @@ _LIMITS: Mapping[str, Limit] = {
     "kv.lease_s": _SECONDS,
     "kv.transfer_timeout_s": _SECONDS,
     "kv.hello_timeout_s": _SECONDS,
+    "kv.quiet_s": _SECONDS,
     "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
     "emulation.weight_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
     "emulation.kv_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
