@@ -173,13 +173,16 @@ class ControllerConfig:
     admin_port: int = 8_001
     control_port: int = 0
     shared_ports: bool = False  # as a router's
-    slo_store: str = ""  # SQLite file; "" = in the run folder
+    # Of SLO classes, settings and decisions: sqlite:///file or postgresql://...; "" = an SQLite file in the run folder
+    database: str = ""
+    admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two tokens alone. router/controller/admin_tokens.py
+    require_reason: bool = False  # true: each change of SLO classes must say why; mode, budget and imports always must
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in
     ray_node_dir: str = ""  # temporary folder of the Ray node to connect through; "" = any on this host
-    run_dir: str = ""  # tokens, logs and the SLO store; `baton up` fills it in
+    run_dir: str = ""  # tokens, logs and the SQLite file; `baton up` fills it in
     worker_num_cpus: float = 0.25  # of Ray's accounting, not a limit: 2 cores hold 8 workers, more are refused
     worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in
     log_level: str = "info"

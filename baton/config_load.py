@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import yaml
 
 from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig
+from baton.database_url import without_password
 from baton.errors import ConfigError
 from baton.kv_layout import wire_dtype
 
@@ -152,7 +153,9 @@ class Loaded:
 
     def describe(self) -> Iterator[str]:
         """Yield "path = value  # origin" lines in the order of the dataclasses."""
-        values = dict(_leaves(self.config))
+        values = {
+            path: without_password(value) if isinstance(value, str) else value for path, value in _leaves(self.config)
+        }
         width = max(len(f"{path} = {json.dumps(values[path])}") for path in self.origins)
         for path, origin in self.origins.items():
             yield f"{f'{path} = {json.dumps(values[path])}':<{width}}  # {origin}"
@@ -286,7 +289,7 @@ def _checked(setting: Setting, types: Mapping[str, type]) -> Scalar:
     if kind is None:
         raise ConfigError(_unknown(setting, types), field=setting.path)
     value = _parsed(str(setting.value), kind) if setting.text else _typed(setting.value, kind)
-    where = f"{setting.path} = {setting.value!r} (from {setting.origin})"
+    where = f"{setting.path} = {without_password(repr(setting.value))} (from {setting.origin})"
     if value is None:
         raise ConfigError(f"{where}: must be {_KIND_NAMES[kind]}", field=setting.path)
     limit = _LIMITS.get(setting.path)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Depends
 
 from baton.config import ClusterConfig
+from baton.database_url import without_password
 from baton.log import get_log
 from baton.request import Role
 from baton.v1 import worker_pb2
@@ -35,7 +36,8 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
 
     @api.get("/config", dependencies=[view])
     async def config() -> dict[str, object]:
-        return dataclasses.asdict(cluster)
+        shown = dataclasses.replace(cluster.controller, database=without_password(cluster.controller.database))
+        return dataclasses.asdict(dataclasses.replace(cluster, controller=shown))
 
     @api.post("/workers/{worker_id}:drain")
     async def drain(worker_id: str, who: str = operate) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """What the controller knows and does, between its two doors (Control over gRPC, admin over HTTP) and the workers.
 
 Owns the Fleet (which outlives this process in a file), one Session to each announced worker (the only way it learns of a
-death), the SLO revision in force and the routers' last reports. Every change wakes all `watch()` streams, which send the whole
-newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks run
-beside it.
+death), what is in force (in_force.py) and the routers' last reports. Every change wakes all `watch()` streams, which send the
+whole newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks and
+databases run beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 from baton.config import ControllerConfig
@@ -22,10 +22,15 @@ from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
+from router.controller.control_store import ControlStore
+from router.controller.decisions import Decision, LoggedDecision
+from router.controller.feasibility import MeasuredFloor
 from router.controller.fleet_state import Announcement, Fleet, Member
 from router.controller.fleet_store import FleetStore, SavedFleet
+from router.controller.in_force import InForce
 from router.controller.questions import Answer, Questions
-from router.controller.slo_store import Revision, SLOStore
+from router.controller.slo_store import SLOSet
+from router.controller.versioned import Revision
 from router.events import Inbox, SequenceEvent, SequenceRefused
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 
@@ -47,13 +52,14 @@ class Controller:
     """Create it inside a running event loop."""
 
     def __init__(
-        self, config: ControllerConfig, store: SLOStore, fleets: FleetStore | None = None, trust: PeerTrust = PLAIN
+        self, config: ControllerConfig, store: ControlStore, fleets: FleetStore | None = None, trust: PeerTrust = PLAIN
     ) -> None:
         """`fleets`: where the fleet outlives this process; what it holds is taken over."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved.members, saved.replaced_epochs)
-        self.slo: Revision = store.current()
-        self._store = store
+        self.in_force = InForce(store, self._wake)
+        self._decisions = store.decisions
+        self.floor = MeasuredFloor()
         self._identity = SessionIdentity("controller", new_router_epoch(), trust)
         self._liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
         self._sessions: dict[str, WorkerSession] = {}
@@ -62,17 +68,24 @@ class Controller:
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
         self.questions = Questions()
-        self._saving = asyncio.create_task(self._save_changes(fleets), name="save fleet") if fleets else None
+        self._tasks = [asyncio.create_task(self.in_force.follow(), name="follow the store")]
+        if fleets:
+            self._tasks.append(asyncio.create_task(self._save_changes(fleets), name="save fleet"))
         for member in saved.members:
             if member.address:
                 self._open_session(member)
 
     async def close(self) -> None:
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(session.close("the controller stops") for session in self._sessions.values()))
         await asyncio.gather(*self._closing)
+
+    @property
+    def slo(self) -> Revision[SLOSet]:
+        """In force."""
+        return self.in_force.slo.revision
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +153,13 @@ class Controller:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         session = WorkerSession(
-            worker_id, member.address, self._identity, self._liveness, lambda: self._on_session(session), want_kv=True
+            worker_id,
+            member.address,
+            self._identity,
+            self._liveness,
+            lambda: self._on_session(session),
+            on_load=self.floor.observe,
+            want_kv=True,
         )
         self._sessions[worker_id] = session
         session.start()
@@ -179,26 +198,19 @@ class Controller:
             session.detach(_CONTROLLER_SEQ)
             refusal.cancel()
 
-    # -- SLO classes -------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
-    async def put_slo(self, expected_version: int, classes: Sequence[SLO], who: str, reason: str) -> Revision:
-        """Store a set and push it to the routers.
+    async def decide(self, decision: Decision) -> LoggedDecision:
+        """Write down what was, or would be, done. Raises: Unavailable."""
+        return await asyncio.to_thread(self._decisions.append, decision)
 
-        Raises:
-            StaleVersion: another version is in force.
-        """
-        revision = await asyncio.to_thread(self._store.replace, expected_version, classes, who, reason)
-        self.slo = max(self.slo, revision, key=lambda r: r.version)
-        log.info("slo_changed", version=revision.version, who=who)
-        self._wake()
-        return revision
-
-    async def slo_history(self, limit: int) -> list[Revision]:
-        return await asyncio.to_thread(self._store.history, limit)
-
-    async def slo_revision(self, version: int) -> Revision:
-        """Raises: NotFound."""
-        return await asyncio.to_thread(self._store.revision, version)
+    async def query_decisions(
+        self, limit: int, since_unix_s: float, until_unix_s: float, before: int
+    ) -> list[LoggedDecision]:
+        """As DecisionLog.query."""
+        return await asyncio.to_thread(
+            self._decisions.query, limit, since_unix_s=since_unix_s, until_unix_s=until_unix_s, before=before
+        )
 
     # -- routers -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +258,7 @@ class Controller:
     def _state(self) -> control_pb2.ControlState:
         return control_pb2.ControlState(
             workers=[_record_pb(member) for member in self.fleet.members()],
-            slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.classes]),
+            slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.value]),
             fleet_version=self.fleet.version,
             explain=self.questions.open_ids,
         )

@@ -1,0 +1,16 @@
+"""Database URLs as people may see them: logs, errors, printed configurations and the admin endpoint show no password."""
+
+from __future__ import annotations
+
+import re
+
+# Between the user's name and the host (also with a slash that should have been escaped), and as one of libpq's parameters
+_USERINFO = re.compile(r"(?<=://)([^/?#@:]*):[^?#]*@")
+_PARAMETER = re.compile(r"(?<=[?&])((?:ssl)?password)=[^&#]*", re.IGNORECASE)
+
+
+def without_password(text: str) -> str:
+    """The same URL with `***` for its password; other text as it is."""
+    if "://" not in text:
+        return text
+    return _PARAMETER.sub(r"\1=***", _USERINFO.sub(r"\1:***@", text, count=1))
