@@ -212,7 +212,7 @@ _ERRORS = {
 }
 
 
-def openapi_document(limits: Limits) -> Schema:
+def openapi_document(limits: Limits, has_batches: bool = False) -> Schema:
     """OpenAPI 3.1, complete: anything else is refused."""
     bodies = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
     answers = (ChatCompletion, ChatChunk, Completion, CompletionChunk, Tokens, Text, Models, Error)
