@@ -116,6 +116,24 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Files and batches over HTTP (docs/batch.md)."""
+
+    enabled: bool = True  # where there is a folder
+    folder: str = ""  # of files, results and their store, shared by all routers; "" = none. `baton up` names one of the run folder
+    max_file_bytes: int = 200 << 20  # of one input file; this and the next as OpenAI has them
+    max_lines: int = 50_000
+    max_files: int = 1_000  # inputs of one tenant; each is a row of a listing that is made at once
+    max_tenant_bytes: int = 4 << 30  # of one tenant's files: twenty of the largest inputs
+    max_bytes: int = 32 << 30  # of everybody's: half of a small node's disk
+    max_batches: int = 100  # of one tenant, that are not over
+    max_running_batches: int = 4  # of one router, so that a large one does not hold up a small one
+    max_running_lines: int = 256  # of one router: half of max_inflight
+    keep_s: float = 2_592_000.0  # 30 days, as OpenAI keeps what a batch made
+    lease_s: float = 5.0  # of a router that works on a batch; DESIGN section 5
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """One front end process."""
 
@@ -163,6 +181,7 @@ class RouterConfig:
         4 << 20
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
+    batch: BatchConfig = field(default_factory=BatchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     log_level: str = "info"
 

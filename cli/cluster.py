@@ -188,7 +188,9 @@ class Cluster:
             {name: free_port() for name in self._router_names()} if self.config.router.processes > 1 else {}
         )
         for name in self._router_names():
-            router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0))
+            batch = self.config.router.batch
+            batch = dataclasses.replace(batch, folder=batch.folder or str(self.folder.path / "batch"))
+            router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0), batch=batch)
             write_private(self.folder.router_file(name), to_json(router))
         self.folder.write_targets(self._metrics_ports())
 
