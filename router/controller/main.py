@@ -35,6 +35,8 @@ from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust
 from baton.request import Role
+from baton.scaled_clock import slowed
+from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
@@ -76,7 +78,8 @@ async def _serve(cluster: ClusterConfig) -> None:
     tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
     database = database_of(config.database, run_dir)
     sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
-    store = await asyncio.to_thread(ControlStore, database, time.time, sizes)
+    classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
+    store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
     controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
