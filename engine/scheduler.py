@@ -224,9 +224,9 @@ class Scheduler:
             if lacking > 0:
                 sequence.blocks += self._pool.allocate(lacking, Hold.ACTIVE)
             self.totals.prompt_tokens_computed += sequence.advance(num_steps)
-            self._cache.publish(sequence)
             sequence.token_ids += tokens
             sequence.output_ids += tokens
+            self._cache.publish(sequence)
             if finish := self._stops.finish_reason(sequence):
                 ended.append(self._end(sequence, finish))
             self.totals.output_tokens += num_steps
