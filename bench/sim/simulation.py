@@ -124,7 +124,7 @@ class Simulation:
         self.clock.add(self._next_arrival())
         self.clock.run(until=self._is_over)
         assert not self.router.num_open, "a call was forgotten"
-        return self._outcome()
+        return self.outcome()
 
     def _is_over(self) -> bool:
         return self._is_fed and not self.router.num_open
@@ -179,7 +179,8 @@ class Simulation:
     def on_end(self, call: Call, now_s: float) -> Iterable[Event]:
         return self.router.on_end(call, now_s)
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
+        """Of what is over by now."""
         run_s = self.clock.now_s
         return Outcome(
             classes=[*self._measures.values()],

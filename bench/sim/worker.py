@@ -180,7 +180,8 @@ class SimWorker:
         if not self._watched:
             return
         for token in result.tokens:
-            if (call := self._watched.pop(token.seq, None)) is not None:
+            if token.seq in self._watched:
+                call = self._watched.pop(token.seq)
                 self._note_token(call, end_s)
                 self._long_steps.begin(call)
 
