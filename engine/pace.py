@@ -24,7 +24,7 @@ TOLERANCE = (
     0.10  # of a step: beyond it the CPUs do not carry the load; as close as emulator and simulator have to agree
 )
 WINDOW = 1_000  # steps: 10 of them make up the p99
-LOOK_STEPS = 50  # between two looks at the window: a sort of 1,000 numbers costs 0.1 ms
+LOOK_S = 1.0  # between two looks at the window: routers report once a second
 
 
 class Pace:
@@ -41,7 +41,7 @@ class Pace:
         self._was_late = False  # beyond tolerance
         self._seqs: Set[int] = frozenset()
         self._shares: deque[float] = deque(maxlen=WINDOW)
-        self._num_steps = 0
+        self._looked_s = -math.inf
         self.p99_lateness = 0.0
 
     def begin(self, seqs: Set[int]) -> None:
@@ -64,9 +64,9 @@ class Pace:
 
     def _note(self, share: float) -> None:
         self._shares.append(share)
-        self._num_steps += 1
-        if self._num_steps % LOOK_STEPS:
+        if self._ended_s < self._looked_s + LOOK_S:
             return
+        self._looked_s = self._ended_s
         before, ordered = self.p99_lateness, sorted(self._shares)
         self.p99_lateness = ordered[math.ceil(0.99 * len(ordered)) - 1]
         if (before > TOLERANCE) != (self.p99_lateness > TOLERANCE):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from engine.pace import LOOK_STEPS, TOLERANCE, Pace
+from engine.pace import TOLERANCE, Pace
 from tests.engine.test_emulated_runner import FakeTime
 
 STEP_S = 1.0
@@ -67,7 +67,7 @@ def test_an_engine_that_keeps_time_says_nothing(caplog: pytest.LogCaptureFixture
     time = Oversleeping(0.5 * TOLERANCE)
     pace = Pace(time.clock, time.sleep)
     with caplog.at_level(logging.INFO):
-        steps(pace, time, 2 * LOOK_STEPS, {1})
+        steps(pace, time, 100, {1})
     assert pace.p99_lateness < TOLERANCE
     assert not caplog.records
 
@@ -76,7 +76,7 @@ def test_one_that_cannot_says_so_once_and_once_more_when_it_can_again(caplog: py
     time = Oversleeping(0.5)
     pace = Pace(time.clock, time.sleep)
     with caplog.at_level(logging.INFO):
-        steps(pace, time, 3 * LOOK_STEPS, {1})
+        steps(pace, time, 150, {1})
         assert pace.p99_lateness == pytest.approx(0.5)
         time.extra_s = 0.0
         steps(pace, time, 1_000, {1})
