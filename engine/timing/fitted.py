@@ -23,7 +23,8 @@ class Fitted:
         fixed_s = linear_s = 0.0
         if batch.prefills:
             start_s, token_s, square_s = self.prefill
-            fixed_s = start_s
+            begins = any(not before for _new, before in batch.prefills)
+            fixed_s = start_s if begins else self.decode[0]
             linear_s = token_s * batch.num_prefill_tokens + square_s * 2 * batch.num_prefill_pairs
         if batch.num_decodes:
             start_s, sequence_s, kv_s = self._decode(batch.num_decodes)

@@ -8,6 +8,7 @@ For a given number of decodes that is linear in their context, which is what mak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -67,13 +68,19 @@ def _larger(a: Number, b: Number) -> Number:
     return larger
 
 
+def common_dtype(shape: ModelShape, weight_dtype: str) -> str:
+    """Return the type of all weights but routed experts: 4-bit checkpoints of mixtures (gpt-oss, Kimi-K2.5) keep them bf16."""
+    return "bf16" if shape.is_mixture and weight_dtype in ("fp4", "int4") else weight_dtype
+
+
 IDEAL: Efficiency[float] = Efficiency(1, 1, 1, 1, 1, 1, 1, 0, 0, 0)
 
 _ACTIVATION_BYTES = 2  # bf16, whatever the weights are
+_DISPATCH_BYTES = 1  # fp8 to the experts, bf16 back: DeepSeek-V3 (2024), section 3.4
 _ALLREDUCES_PER_LAYER = 2  # after attention and after the ffn: Megatron-LM (Shoeybi et al. 2019), section 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roofline:
     """One model on `tp` GPUs."""
 
@@ -83,7 +90,9 @@ class Roofline:
     weight_dtype: str = "fp8"
     kv_dtype: str = "bf16"
     efficiency: Efficiency[float] = IDEAL
-    attention_replicas: int = 1  # data-parallel attention among the tp ranks, as DeepSeek-V3 is served
+    attention_replicas: int = (
+        1  # data-parallel attention among the tp ranks, experts over all: as DeepSeek-V3 is served
+    )
 
     def step_s(self, batch: Batch) -> float:
         if not batch.num_tokens:
@@ -95,32 +104,71 @@ class Roofline:
             return 0.0
         first_s = self.step_s(Batch((), num_decodes, context_tokens))
         grown_tokens = num_decodes * (num_steps * (num_steps - 1) // 2)  # over the first step's context, summed
-        return num_steps * first_s + self._kv_s(grown_tokens) / self.efficiency.kv
+        return num_steps * first_s + grown_tokens * self._kv_s / self.efficiency.kv
 
     def terms(self, batch: Batch) -> Terms[float]:
         shape, tokens = self.shape, batch.num_tokens
-        ranks = self.tp // self.attention_replicas  # that share one copy of what is no expert
-        flops = tokens * shape.common_flops + (len(batch.prefills) + batch.num_decodes) * shape.head_flops
-        pair_flops = batch.num_prefill_pairs * shape.attention_flops_per_pair
-        moved_bytes = (
-            2 * (self.tp - 1) / self.tp * tokens * shape.hidden * _ACTIVATION_BYTES
-        )  # ring: Patarasu, Yuan 2009
-        num_allreduces = _ALLREDUCES_PER_LAYER * shape.num_layers if self.tp > 1 else 0
+        num_logits = len(batch.prefills) + batch.num_decodes
+        touched_bytes = shape.touched_expert_bytes(self.weight_dtype, tokens)
         return Terms(
-            compute_s=flops / (self.tp * self.gpu.rate(self.weight_dtype)),
-            memory_s=shape.common_weight_bytes(self.weight_dtype) / (ranks * self.gpu.memory_bytes_per_s),
-            expert_compute_s=tokens * shape.expert_flops / (self.tp * self.gpu.rate(self.weight_dtype)),
-            expert_memory_s=shape.touched_expert_bytes(self.weight_dtype, tokens)
-            / (self.tp * self.gpu.memory_bytes_per_s),
-            attention_s=pair_flops / (self.tp * self.gpu.rate("bf16")),
-            kv_s=self._kv_s(batch.decode_context_tokens),
-            link_s=num_allreduces * moved_bytes / self.gpu.link_bytes_per_s,
-            num_allreduces=num_allreduces,
+            compute_s=(tokens * shape.common_flops + num_logits * shape.head_flops) / self._common_rate,
+            memory_s=self._common_memory_s,
+            expert_compute_s=tokens * shape.expert_flops / self._expert_rate,
+            expert_memory_s=touched_bytes / (self.tp * self.gpu.memory_bytes_per_s),
+            attention_s=batch.num_prefill_pairs * shape.attention_flops_per_pair / self._attention_rate,
+            kv_s=batch.decode_context_tokens * self._kv_s,
+            link_s=tokens * self._link_s,
+            num_allreduces=self._num_messages,
             num_layers=shape.num_layers,
         )
 
-    def _kv_s(self, context_tokens: int) -> float:
-        # KV heads are split as far as they go; a latent has none, so every rank of a replica reads all of it
-        ranks = self.tp // self.attention_replicas
-        ways = self.attention_replicas * (1 if self.shape.latent else min(ranks, self.shape.num_kv_heads))
-        return context_tokens * self.shape.kv_bytes_per_token(self.kv_dtype) / (ways * self.gpu.memory_bytes_per_s)
+    @property
+    def kv_ways(self) -> int:
+        """Ranks that a context's KV is divided among: heads as far as they go; a latent has none and is copied."""
+        return self.attention_replicas * (1 if self.shape.latent else min(self._ranks, self.shape.num_kv_heads))
+
+    @property
+    def _ranks(self) -> int:
+        return self.tp // self.attention_replicas  # that share one copy of what is no expert
+
+    # What does not depend on the batch, once: a simulation asks for millions of steps
+
+    @cached_property
+    def _common_rate(self) -> float:
+        return self.tp * self.gpu.rate(common_dtype(self.shape, self.weight_dtype))
+
+    @cached_property
+    def _expert_rate(self) -> float:
+        return self.tp * self.gpu.rate(self.weight_dtype)
+
+    @cached_property
+    def _attention_rate(self) -> float:
+        return self.tp * self.gpu.rate("fp32" if self.weight_dtype == "fp32" else "bf16")
+
+    @cached_property
+    def _common_memory_s(self) -> float:
+        nbytes = self.shape.common_weight_bytes(common_dtype(self.shape, self.weight_dtype))
+        return nbytes / (self._ranks * self.gpu.memory_bytes_per_s)
+
+    @cached_property
+    def _kv_s(self) -> float:
+        """Of one token of context."""
+        return self.shape.kv_bytes_per_token(self.kv_dtype) / (self.kv_ways * self.gpu.memory_bytes_per_s)
+
+    @cached_property
+    def _link_s(self) -> float:
+        """Of one token of the batch. A ring moves 2 (n - 1) / n of a message over each link (Patarasu and Yuan 2009); experts on
+        other ranks than attention take a copy per expert there and back (DeepSeek-V3, section 3.4)."""
+        shape, ranks = self.shape, self._ranks
+        ring_bytes = 2 * (ranks - 1) / ranks * shape.hidden * _ACTIVATION_BYTES / self.attention_replicas
+        exchanged_bytes = 0.0
+        if self.attention_replicas > 1 and shape.is_mixture:
+            exchanged_bytes = shape.num_active_experts * shape.hidden * (_DISPATCH_BYTES + _ACTIVATION_BYTES) / self.tp
+        all_layers_bytes = (
+            _ALLREDUCES_PER_LAYER * shape.num_layers * ring_bytes + shape.mixture_layers * exchanged_bytes
+        )
+        return all_layers_bytes / self.gpu.link_bytes_per_s
+
+    @cached_property
+    def _num_messages(self) -> int:
+        return _ALLREDUCES_PER_LAYER * self.shape.num_layers if self.tp > 1 else 0

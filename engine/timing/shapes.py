@@ -7,6 +7,7 @@ Norms and biases are left out: under 0.01 % of the bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.timing.hardware import DTYPE_BYTES
 
@@ -22,7 +23,7 @@ class Latent:
     value_dim: int  # per head
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     name: str
     num_layers: int
@@ -46,12 +47,12 @@ class ModelShape:
     def is_mixture(self) -> bool:
         return self.num_experts > 0
 
-    @property
+    @cached_property
     def context_layers(self) -> int:
         """Layers whose KV grows with the context; sliding windows and linear attention keep a constant state instead."""
         return self.num_context_layers or self.num_layers
 
-    @property
+    @cached_property
     def attention_params(self) -> int:
         """Parameters of one layer's projections."""
         if self.latent is None:
@@ -63,27 +64,27 @@ class ModelShape:
         )
         return query + cache + self.num_heads * one.value_dim * self.hidden
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """Parameters of one routed expert of one layer."""
         return self.ffn_matrices * self.hidden * self.expert_ffn
 
-    @property
+    @cached_property
     def head_params(self) -> int:
         return self.hidden * self.vocab
 
-    @property
+    @cached_property
     def mixture_layers(self) -> int:
         return self.num_layers - self.num_dense_layers if self.is_mixture else 0
 
-    @property
+    @cached_property
     def common_params(self) -> int:
         """Parameters that every token passes in the layers: all but routed experts, embeddings and the head."""
         dense = (self.num_layers - self.mixture_layers) * self.ffn_matrices * self.hidden * self.ffn
         shared = self.num_shared_experts * self.expert_params + self.hidden * self.num_experts  # and the router
         return self.num_layers * self.attention_params + dense + self.mixture_layers * shared
 
-    @property
+    @cached_property
     def params(self) -> int:
         embeddings = self.head_params * (1 if self.tied_embeddings else 2)
         return self.common_params + self.mixture_layers * self.num_experts * self.expert_params + embeddings
@@ -117,26 +118,26 @@ class ModelShape:
             width = self.latent.kv_rank + self.latent.rope_dim
         return self.context_layers * width * DTYPE_BYTES[dtype]
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
         """Multiply-adds count two; the layers' matrices only, without attention over the context and the head."""
         return self.common_flops + self.expert_flops
 
-    @property
+    @cached_property
     def common_flops(self) -> float:
         return 2.0 * self.common_params
 
-    @property
+    @cached_property
     def expert_flops(self) -> float:
         """Of one token, in the routed experts that it visits."""
         return 2.0 * self.mixture_layers * self.num_active_experts * self.expert_params
 
-    @property
+    @cached_property
     def head_flops(self) -> float:
         """Of one position whose logits are wanted."""
         return 2.0 * self.head_params
 
-    @property
+    @cached_property
     def attention_flops_per_pair(self) -> float:
         """Of one query token against one context token, all layers: q k and p v, two FLOPs per multiply-add."""
         width = 2 * self.head_dim
@@ -183,6 +184,16 @@ _SHAPES = (
     ModelShape(
         "kimi-k2.5", 61, 7168, 64, 64, 128, 18432, 163840, num_experts=384, num_active_experts=8,
         num_shared_experts=1, expert_ffn=2048, num_dense_layers=1, latent=_DEEPSEEK_LATENT,
+    ),
+    # zai-org/GLM-5; its sparse attention reads at most 2,048 tokens, which is not modelled
+    ModelShape(
+        "glm-5", 78, 6144, 64, 64, 192, 12288, 154880, num_experts=256, num_active_experts=8,
+        num_shared_experts=1, expert_ffn=2048, num_dense_layers=3, latent=Latent(2048, 512, 64, 192, 256),
+    ),
+    # Qwen/Qwen3.5-397B-A17B; every fourth layer has attention, the linear ones between are priced by the same projections
+    ModelShape(
+        "qwen3.5-397b-a17b", 60, 4096, 32, 2, 256, 1024, 248320, num_experts=512, num_active_experts=10,
+        num_shared_experts=1, expert_ffn=1024, num_context_layers=15,
     ),
     # facebook/opt-13b, -66b; opt-175b: Zhang et al. 2022, table 1
     ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, 50272, ffn_matrices=2, tied_embeddings=True),
