@@ -120,7 +120,8 @@ class BatchConfig:
     """Files and batches over HTTP (docs/batch.md)."""
 
     enabled: bool = True  # where there is a folder
-    folder: str = ""  # of files, results and their store, shared by all routers; "" = none. `baton up` names one of the run folder
+    folder: str = ""  # of files and results, shared by all routers; "" = no batches. `baton up` names one in the run folder
+    database: str = ""  # of their rows; "" = an SQLite file in the folder. `baton up` names controller.database
     max_file_bytes: int = 200 << 20  # of one input file; this and the next as OpenAI has them
     max_lines: int = 50_000
     max_files: int = 1_000  # inputs of one tenant; each is a row of a listing that is made at once

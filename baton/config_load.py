@@ -38,8 +38,8 @@ _MAP = "kv.ucx"  # the one setting that is a map of names to text
 _UCX_NAME = re.compile(r"(?!UCX_)[A-Z][A-Z0-9_]*")
 _UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # options that have a setting of their own
 _UCX_BOOLS = {True: "y", False: "n"}
-# From `model.` and `tls_dir`, so that router and workers cannot disagree.
-_DERIVED = ("router.model.", "router.tls_dir")
+# From `model.`, `tls_dir` and `controller.database`, so that the parts cannot disagree.
+_DERIVED = ("router.model.", "router.tls_dir", "router.batch.database")
 
 
 @dataclass(frozen=True, slots=True)

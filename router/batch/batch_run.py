@@ -39,7 +39,7 @@ class BatchRun:
         self._ends_as = Status.COMPLETED
 
     async def run(self) -> None:
-        """Raises: LeaseLost; OSError, sqlite3.Error: the disk fails, and somebody may try again later."""
+        """Raises: LeaseLost; OSError, Unavailable: disk or database fail, and somebody may try again later."""
         log.info("batch_taken", batch_id=self._batch.id, status=self._batch.status, generation=self._lease.generation)
         async with asyncio.TaskGroup() as group:
             renewing = group.create_task(self._keep_lease())

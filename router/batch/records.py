@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 WINDOW_S = 86_400.0  # the one completion window that OpenAI has, and its word for it
 WINDOW = "24h"
+_ID = re.compile(r"[a-z_]{4,9}[-_][0-9a-f]{24}")
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files, OpenAI's words
 
 
@@ -144,6 +146,11 @@ def new_id(kind: str) -> str:
     """`kind`: file, batch, batch_req. 96 random bits: nobody guesses another tenant's."""
     separator = "-" if kind == "file" else "_"
     return f"{kind}{separator}{secrets.token_hex(12)}"
+
+
+def is_id(text: str) -> bool:
+    """Whether `new_id` may have made it."""
+    return _ID.fullmatch(text) is not None
 
 
 def _whole(instant_s: float | None) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
+import contextlib
 
+from baton.errors import Unavailable
 from baton.log import get_log
 from router.batch.batch_run import BatchRun
 from router.batch.line_server import Tools
@@ -70,17 +71,18 @@ class Runner:
             await BatchRun(self._tools, lease, batch).run()
         except* LeaseLost:
             log.warning("batch_lost", batch_id=lease.batch_id, generation=lease.generation)
-        except* (OSError, sqlite3.Error) as group:
+        except* (OSError, Unavailable) as group:
             log.exception("batch_interrupted", group.exceptions[0], batch_id=lease.batch_id)
             await asyncio.sleep(RETRY_S)
         finally:
-            await asyncio.to_thread(self._tools.store.release, lease)
+            with contextlib.suppress(Unavailable):  # the lease ends by itself
+                await asyncio.to_thread(self._tools.store.release, lease)
 
     async def _sweep(self) -> None:
         while True:
             try:
                 await asyncio.to_thread(self._sweep_now)
-            except (OSError, sqlite3.Error):
+            except (OSError, Unavailable):
                 log.exception("batch_sweep_failed")
             await asyncio.sleep(SWEEP_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from router.batch.line_server import Answers, Tools
 from router.batch.pacer import Pacer
 from router.batch.runner import Runner
 from router.batch.slots import Slots
-from router.batch.store import Bounds, SQLiteBatchStore
+from router.batch.store import BatchStore, Bounds
+from router.controller.database import open_database
 from router.series import Gauge, Registry
 from router.tenants import Tenant
 
@@ -48,7 +50,8 @@ class BatchService:
                 f"cannot use the batch folder {folder}: {error.strerror}", field="router.batch.folder"
             ) from error
         bounds = Bounds(config.max_files, config.max_tenant_bytes, config.max_bytes, config.max_batches)
-        store = SQLiteBatchStore(folder / STORE_FILE, bounds)
+        self._database = open_database(config.database or f"sqlite://{(folder / STORE_FILE).absolute()}")
+        store = BatchStore(self._database, bounds)
         slots = Slots(Pacer(config.max_running_lines), slack)
         tools = Tools(config, store, contents, answers, slots, line_timeout_s, now_unix_s)
         self._runner = Runner(tools)
@@ -67,3 +70,4 @@ class BatchService:
     async def stop(self) -> None:
         """Lines that run are given up; another router, or this one's next life, runs them again."""
         await self._runner.stop()
+        await asyncio.to_thread(self._database.close)
