@@ -37,6 +37,7 @@ from router.controller.versioned import StaleVersion
 
 log = get_log("controller.audit")
 
+_NOT_JSON = "the body is not JSON that can be read"
 MAX_BODY_BYTES = 1 << 20  # 64 classes take 16 KB
 
 
@@ -125,6 +126,8 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # FastAPI's own: its JSON reader gave up on too many digits, or levels
+            return _error(400, "invalid_json", _NOT_JSON, "", {})
         return _error(error.status_code, "http", str(error.detail), "", {})
 
 
@@ -132,7 +135,7 @@ def _invalid(problems: Iterable[Mapping[str, Any]]) -> JSONResponse:
     """The first problem, by its field: where in the body, what is wrong, what the limit is."""
     problem = next(iter(problems))
     if problem["type"] == "json_invalid":
-        return _error(400, "invalid_json", "the body is not JSON", "", {})
+        return _error(400, "invalid_json", _NOT_JSON, "", {})
     field = ".".join(str(part) for part in problem["loc"] if part not in ("body", "path", "query"))
     message = str(problem["msg"])
     if problem["type"] == "extra_forbidden":

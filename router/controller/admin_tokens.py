@@ -17,6 +17,7 @@ import difflib
 import hashlib
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from baton.log import get_log
 
 log = get_log("controller.tokens")
 
+TOKEN_PREFIX = "ba-"  # so that scanners for leaked secrets can be told what to look for
 VIEWER, OPERATOR = "viewer", "operator"
 CHECK_S = 1.0  # as router/key_file.py
 FIELD = "controller.admin_tokens_file"
@@ -49,6 +51,10 @@ class Token:
     @classmethod
     def of(cls, name: str, role: str, secret: str) -> Token:
         return cls(name, role, digest_of(secret))
+
+
+def new_token() -> str:
+    return TOKEN_PREFIX + secrets.token_urlsafe(32)  # 256 bits: no guessing
 
 
 def digest_of(secret: str) -> bytes:
