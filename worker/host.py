@@ -360,8 +360,9 @@ class WorkerHost:
         except ValueError:
             log.warning("unknown_role", role=role)
             return
-        self._next_role = wanted if wanted is not self.role else None
-        self._flips_at_s = self.now_s() + self._config.emulation.flip_s
+        before, self._next_role = self._next_role, wanted if wanted is not self.role else None
+        if self._next_role is not before:
+            self._flips_at_s = self.now_s() + self._config.emulation.flip_s
         self._flip_if_idle()
         if self._next_role is not None:  # it drains first
             self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
@@ -369,9 +370,10 @@ class WorkerHost:
     def _flip_if_idle(self) -> None:
         if self._next_role is None:
             return
+        now_s = self.now_s()
         if self._is_busy():
-            self._flips_at_s = self.now_s() + self._config.emulation.flip_s
-        if self.now_s() < self._flips_at_s or self._is_busy():
+            self._flips_at_s = now_s + self._config.emulation.flip_s
+        if self._is_busy() or now_s < self._flips_at_s:
             return
         log.info("role_changed", before=self.role.name.lower(), after=self._next_role.name.lower())
         self.role = self._next_role
