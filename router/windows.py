@@ -217,9 +217,11 @@ def add_classes(windows: Iterable[ClassWindow]) -> ClassWindow:
     )
 
 
-def add_workers(windows: Iterable[WorkerWindow], worker_id: str = "") -> WorkerWindow:
-    """The sum over routers or over workers of one role; `worker_id`: what the sum is called, else the first's."""
+def add_workers(windows: Iterable[WorkerWindow], *, named_by_role: bool = False) -> WorkerWindow:
+    """The sum over routers of one worker, or over the workers of one role, called by its name. At least one."""
     together = list(windows)
     sums = {name: math.fsum(getattr(window, name) for window in together) for name in WORKER_SUMS}
     first, span_s = together[0], max(window.span_s for window in together)
-    return WorkerWindow(worker_id or first.worker_id, first.role, first.window_s, span_s, **sums)
+    return WorkerWindow(
+        first.role if named_by_role else first.worker_id, first.role, first.window_s, span_s, **sums
+    )  # fmt: skip

@@ -26,6 +26,7 @@ from baton.log import get_log
 from router.controller import admin_models
 from router.controller.admin_access import Doors, Refusal, stale
 from router.controller.admin_control import control_routes
+from router.controller.admin_goodput import goodput_routes
 from router.controller.admin_requests import request_routes
 from router.controller.admin_slo import slo_routes
 from router.controller.admin_tokens import Token
@@ -60,6 +61,7 @@ def make_app(
     app.include_router(control_routes(controller, doors, cluster.emulation.tp))
     app.include_router(worker_routes(controller, cluster, doors))
     app.include_router(request_routes(controller, doors))
+    app.include_router(goodput_routes(controller, doors))
     _answer_errors(app)
     _bound_and_audit(app)
     return app

@@ -14,8 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
-from baton.config import ControllerConfig
-from baton.errors import BatonError, Unavailable
+from baton.config import ControllerConfig, EmulationConfig
+from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.peer_trust import PLAIN, PeerTrust
@@ -28,17 +28,22 @@ from router.controller.feasibility import MeasuredFloor
 from router.controller.fleet_state import Announcement, Fleet, Member
 from router.controller.fleet_store import FleetStore, SavedFleet
 from router.controller.in_force import InForce
+from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
 from router.controller.slo_store import SLOSet
+from router.controller.step_samples import totals_of
 from router.controller.versioned import Revision
 from router.events import Inbox, SequenceEvent, SequenceRefused
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
+from router.windows import windows_of
 
 log = get_log("controller")
 
 _CONTROLLER_SEQ = 0  # routers' epochs are never 0, so no sequence has this number: it addresses the worker itself
 _ORDER_S = 5.0  # a worker answers an order within a step and a heartbeat (0.5 s); ten times that is a stuck one
 _FRESH_S = 5.0  # routers report each second
+_ROLE_NAMES = {int(role): role.name.lower() for role in Role}
+_MEASURE_S = 1.0  # two heartbeats: each sample has news
 _MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
 
 
@@ -52,9 +57,14 @@ class Controller:
     """Create it inside a running event loop."""
 
     def __init__(
-        self, config: ControllerConfig, store: ControlStore, fleets: FleetStore | None = None, trust: PeerTrust = PLAIN
+        self,
+        config: ControllerConfig,
+        store: ControlStore,
+        fleets: FleetStore | None = None,
+        trust: PeerTrust = PLAIN,
+        emulation: EmulationConfig | None = None,
     ) -> None:
-        """`fleets`: where the fleet outlives this process; what it holds is taken over."""
+        """`fleets`: where the fleet outlives this process; what it holds is taken over. `emulation`: of the workers, if any."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved.members, saved.replaced_epochs)
         self.in_force = InForce(store, self._wake)
@@ -68,7 +78,12 @@ class Controller:
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
         self.questions = Questions()
-        self._tasks = [asyncio.create_task(self.in_force.follow(), name="follow the store")]
+        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic())
+        self._nonsense: set[str] = set()  # routers whose last report was refused in part
+        self._tasks = [
+            asyncio.create_task(self.in_force.follow(), name="follow the store"),
+            asyncio.create_task(self._measure(), name="measure"),
+        ]
         if fleets:
             self._tasks.append(asyncio.create_task(self._save_changes(fleets), name="save fleet"))
         for member in saved.members:
@@ -229,6 +244,13 @@ class Controller:
             oldest = self._reports.pop(next(iter(self._reports)))
             _add_verdicts(self._retired, oldest.report.verdicts)
         self.questions.answer(report.router_id, report.explained)
+        try:
+            self.measures.heard(report.router_id, windows_of(report), time.monotonic())
+            self._nonsense.discard(report.router_id)
+        except InvalidRequest as error:  # what one router gets wrong must not spoil what all of them say
+            if report.router_id not in self._nonsense and len(self._nonsense) < _MAX_REPORTS:
+                self._nonsense.add(report.router_id)
+                log.warning("windows_refused", router=report.router_id, field=error.field, reason=error.message)
 
     async def explain(self, request_id: str) -> list[Answer]:
         """Ask every router that lives why a request went where it went; those that know it have answered."""
@@ -273,6 +295,16 @@ class Controller:
                 await asyncio.to_thread(fleets.save, fleet)
             else:
                 await changed.wait()
+
+    async def _measure(self) -> None:
+        """For ever: take what each worker's steps came to, and let time pass where no router reports."""
+        while True:
+            await asyncio.sleep(_MEASURE_S)
+            now_s = time.monotonic()
+            for session in self._sessions.values():
+                if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
+                    self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)
+            self.measures.advance(now_s)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -80,7 +80,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
     classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
     store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust)
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)

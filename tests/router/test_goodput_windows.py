@@ -203,7 +203,7 @@ def test_windows_survive_the_wire() -> None:
     )
     read = windows_of(control_pb2.RouterReport.FromString(report.SerializeToString()))
     assert (list(read.classes), list(read.workers), read.oldest_queued_s) == (classes, workers, 1.5)
-    assert add_workers(workers[:1], "all").worker_id == "all"
+    assert add_workers(workers[:1], named_by_role=True).worker_id == workers[0].role
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e13])
