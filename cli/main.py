@@ -39,6 +39,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (up, chat, status, drain, slo, mode, demo, model, keys):
         command.add_parser(commands)
+    if words[:1] == ["sim"]:
+        from bench.sim.cli import add_parser as add_sim_parser  # numpy, as for bench
+
+        add_sim_parser(commands)
+    else:
+        commands.add_parser("sim", help="simulate a deployment under a trace or synthetic load")
     if words[:1] == ["bench"]:
         from bench.cli import add_bench_parser  # numpy and clients: only for those who measure
 
