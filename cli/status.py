@@ -8,6 +8,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from cli.goodput_status import goodput_lines
 from cli.kv_status import refused_pairs, show_kv
 from cli.run_folder import ClusterRecord
 from cli.running import RunningCluster, add_cluster_flag
@@ -36,13 +37,16 @@ def run(args: argparse.Namespace) -> int:
     if args.kv and not args.json:
         show_kv(workers)
         return 0
-    slo = cluster.get("/admin/v1/slo")
+    slo, goodput = cluster.get("/admin/v1/slo"), cluster.get("/admin/v1/goodput")
     if args.json:
-        print(json.dumps({"cluster": {**_record_json(cluster)}, "workers": workers["workers"], "slo": slo}, indent=2))
+        told = {"cluster": _record_json(cluster), "workers": workers["workers"], "slo": slo, "goodput": goodput}
+        print(json.dumps(told, indent=2))
         return 0
     _show_workers(workers)
     _show_links(workers)
     _show_slo(slo)
+    for line in goodput_lines(goodput):
+        output.print(line, markup=False, soft_wrap=True)
     return 0
 
 

@@ -49,13 +49,14 @@ class Observer:
         known = self._routers.pop(router_id, None)
         before = dict(known.windows.arrived if known else windows.arrived)
         for name, total in windows.arrived:
-            self._arrived[name] += max(0, round(total - before.get(name, 0)))
+            if (num_new := round(total - before.get(name, 0))) > 0:
+                self._arrived[name] += num_new
         self._routers[router_id] = _Router(now_s, windows)
         if len(self._routers) > MAX_ROUTERS:
             self._routers.pop(next(iter(self._routers)))
 
     def take_arrivals(self) -> Counter[str]:
-        """Calls by class since this was asked last; classes without any are there with 0 once they had some."""
+        """Calls by class since this was asked last."""
         taken, self._arrived = self._arrived, Counter()
         return taken
 
