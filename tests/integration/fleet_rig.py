@@ -144,7 +144,8 @@ class Fleet:
 
     async def status(self, *flags: str) -> str:
         """What `baton status` prints."""
-        answers = {path: (await self.admin.get(path)).json() for path in ("/admin/v1/workers", "/admin/v1/slo")}
+        paths = ("/admin/v1/workers", "/admin/v1/slo", "/admin/v1/goodput")
+        answers = {path: (await self.admin.get(path)).json() for path in paths}
         printed = io.StringIO()
         with (
             patch("cli.status.RunningCluster.find", lambda port: _Answers(answers)),
