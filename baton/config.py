@@ -63,7 +63,7 @@ class KVTransferConfig:
     lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
     transfer_timeout_s: float = 10.0  # prefill end -> Ack
     hello_timeout_s: float = 3.0  # Hello and probe
-    quiet_s: float = 0.25  # after Commit, silence that counts as loss; doubled each time, so that a paused sender is not blamed
+    quiet_s: float = 0.25  # after Commit, silence that counts as loss; doubled each time: a paused sender is not blamed
     max_resends: int = 2  # of damaged or missing frames, per transfer
 
 
@@ -72,7 +72,7 @@ class EmulationConfig:
     """GPUs that are not there: all is real but the tensors, and takes the time that it would on them (docs/emulator.md)."""
 
     gpu: str = ""  # a name that engine/timing/hardware.py knows; "" = none: a real model, at its own pace
-    model: str = "llama-3.1-8b"  # whose steps and KV are timed (engine/timing/shapes.py); `model.path` only lends its tokenizer
+    model: str = "llama-3.1-8b"  # of engine/timing/shapes.py: what is timed; `model.path` only lends its tokenizer
     tp: int = 1  # GPUs of one worker
     weight_dtype: str = "fp8"  # names of engine/timing/hardware.py; DESIGN section 1 serves the 70B like this
     kv_dtype: str = "bf16"
