@@ -216,20 +216,20 @@ class Scheduler:
         return num_steps
 
     def skip(self, num_steps: int, token: int) -> list[SequenceEnded]:
-        """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`."""
-        ended = []
-        tokens = [token] * num_steps
+        """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`, which stops
+        nothing."""
+        ended, tokens, size = [], [token] * num_steps, self._block_size
         for sequence in list(self._running):
-            lacking = -(-(len(sequence.token_ids) + num_steps - 1) // self._block_size) - len(sequence.blocks)
-            if lacking > 0:
-                sequence.blocks += self._pool.allocate(lacking, Hold.ACTIVE)
-            self.totals.prompt_tokens_computed += sequence.advance(num_steps)
+            sequence.num_computed += num_steps  # of output alone: no prompt token is among them
             sequence.token_ids += tokens
             sequence.output_ids += tokens
+            lacking = -(-sequence.num_computed // size) - len(sequence.blocks)
+            if lacking > 0:
+                sequence.blocks += self._pool.allocate(lacking, Hold.ACTIVE)
             self._cache.publish(sequence)
-            if finish := self._stops.finish_reason(sequence):
-                ended.append(self._end(sequence, finish))
-            self.totals.output_tokens += num_steps
+            if not self._stops.num_tokens_left(sequence):
+                ended.append(self._end(sequence, FinishReason.LENGTH))
+        self.totals.output_tokens += num_steps * (len(self._running) + len(ended))
         return ended
 
     def _num_blocks_lacking(self, num_steps: int) -> int:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from router.holds import Hold
 
 ANSWER_TOKEN = 0  # every token of every answer; prompts are made of larger ids, so no answer is ever found in a cache
-_CONTENT_FREE = 1  # every token of a prompt whose content the trace does not tell; nothing is cached then
 _PRIVATE = 1 << 31  # above every block id, below 2^32: ids are hashed as u32
 
 
@@ -77,10 +76,12 @@ def request_of(row: TraceRow, seq: int, slo: SLO) -> Request:
 
 
 def _tokens(row: TraceRow, seq: int) -> tuple[int, ...]:
+    """What no block id tells is nobody else's."""
+    private = _PRIVATE | seq
     if not row.block_ids:
-        return (_CONTENT_FREE,) * row.input_tokens
-    size, tokens = row.block_tokens, []
+        return (private,) * row.input_tokens
+    tokens: list[int] = []
     for block_id in row.block_ids:
-        tokens += [block_id + 1] * size
-    tokens += [_PRIVATE | seq] * (row.input_tokens - len(tokens))  # behind the last block: nobody else's
+        tokens += [block_id + 1] * row.block_tokens
+    tokens += [private] * (row.input_tokens - len(tokens))
     return tuple(tokens[: row.input_tokens])

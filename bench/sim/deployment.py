@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from baton.request import Role
 from bench.sim.decode_times import FastDecodes
 from bench.sim.engine import EngineShape
-from engine.timing.hardware import gpu
+from engine.timing.hardware import DTYPE_BYTES, gpu
 from engine.timing.shapes import model_shape
 from engine.timing.step_time import StepTime, step_time
 
@@ -54,6 +54,17 @@ class Deployment:
     local_prefill_tokens: int = 0
     max_pool_tokens: int = 0  # 0 = what memory holds
 
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: a GPU, model or type of number that nobody knows."""
+        for dtype in (self.weight_dtype, self.kv_dtype):
+            if dtype not in DTYPE_BYTES:
+                raise ConfigError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPE_BYTES)}")
+        try:
+            gpu(self.gpu).rate(self.weight_dtype)
+            model_shape(self.model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
     def shape(self, role: Role) -> EngineShape:
         """Raises: ConfigError: the model does not fit."""
         config = self.engine
@@ -63,12 +74,9 @@ class Deployment:
         return EngineShape(config, self._num_blocks(), self.step_time())
 
     def step_time(self) -> StepTime:
-        try:
-            return FastDecodes(
-                step_time(self.gpu, self.model, self.tp, weight_dtype=self.weight_dtype, kv_dtype=self.kv_dtype)
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        """Of a worker."""
+        times = step_time(self.gpu, self.model, self.tp, weight_dtype=self.weight_dtype, kv_dtype=self.kv_dtype)
+        return FastDecodes(times)
 
     @property
     def token_bytes(self) -> float:

@@ -67,6 +67,7 @@ class _Run:
     num_seqs: int
     context_tokens: int
     num_steps: int
+    length_s: float = 0.0
 
 
 class SimEngine:
@@ -158,7 +159,8 @@ class SimEngine:
 
     def _run_end(self, run: _Run) -> Event:
         self._version += 1
-        return Event(run.begin_s + self._elapsed_s(run, run.num_steps), partial(self._end_run, self._version))
+        run.length_s = self._elapsed_s(run, run.num_steps)
+        return Event(run.begin_s + run.length_s, partial(self._end_run, self._version))
 
     def _cut(self, run: _Run, now_s: float) -> list[Event]:
         """End it with the step under way."""
@@ -188,9 +190,13 @@ class SimEngine:
         return self.shape.step_time.decode_steps_s(run.num_seqs, run.context_tokens, num_steps)
 
     def _num_done(self, run: _Run, now_s: float) -> int:
-        """Whole steps."""
-        elapsed_s = now_s - run.begin_s
-        return bisect_right(range(1, run.num_steps), elapsed_s, key=partial(self._elapsed_s, run))
+        """Whole steps. Steps only get longer, so as many as an even pace would make are over for sure (but for rounding)."""
+        elapsed_s, elapsed = now_s - run.begin_s, partial(self._elapsed_s, run)
+        least = max(0, int(run.num_steps * elapsed_s / run.length_s) - 1)
+        most = least + 2
+        while most < run.num_steps and elapsed(most) <= elapsed_s:
+            least, most = most, 2 * most - least
+        return least + bisect_right(range(least + 1, min(most, run.num_steps)), elapsed_s, key=elapsed)
 
     # What others see
 
@@ -200,7 +206,7 @@ class SimEngine:
 
     @property
     def waiting_tokens(self) -> int:
-        """As of the end of the last step. What decodes waits for nothing, and in a run nothing is being computed."""
+        """As of the end of the last step."""
         return self.scheduler.waiting_tokens
 
 

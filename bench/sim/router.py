@@ -54,6 +54,7 @@ class SimRouter:
         self._calls: dict[int, Call] = {}  # by id() of the turn: let in or waiting
         self._serial = 0
         self._next_look_s = 0.0
+        self._reported_s = -1.0
         self._is_pumping = False
         self._caches = any(worker.engine.shape.config.prefix_cache for worker in workers)
         self._fill_table(workers, token_bytes)
@@ -227,6 +228,9 @@ class SimRouter:
         table.step_s[row] = step_time.decode_steps_s(max(1, ledger.num_running), ledger.used_tokens, 1)
 
     def _take_reports(self, now_s: float) -> None:
+        if now_s == self._reported_s:
+            return
+        self._reported_s = now_s
         for worker in self._workers.values():
             row = self._row_of[worker.worker_id]
             self._ledgers[row].report(worker.waiting_tokens(), worker.used_tokens(now_s), worker.num_running)
