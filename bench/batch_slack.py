@@ -58,16 +58,22 @@ class SharedFleet(Fleet):
         self._held = [live for live in self._held if live.outcome.end_s is None and live.outcome.shed is None]
         num_shed = sum(o.shed is not None for o in self.outcomes if o.job.slo.name != BATCH)
         slack = self.admission.slack(BATCH, self._tpot_s, num_shed, self.now_s)
-        num_allowed = self._pacer.look(slack, len(self._held), self.now_s)
-        while len(self._held) > num_allowed:
-            live = self._held.pop()
-            self.num_preempted += 1
-            self._again.append(live.outcome.job)
-            self._abandon(live)
-        while len(self._held) < num_allowed:
+        starting = [live for live in self._held if live.outcome.first_s is None]
+        allowed = self._pacer.look(slack, len(self._held), len(starting), self.now_s)
+        for live in starting[allowed.num_starting :]:
+            self._preempt(live)
+        for live in self._held[allowed.num_running :]:
+            self._preempt(live)
+        for _ in range(min(allowed.num_running - len(self._held), allowed.num_starting - len(starting))):
             self._begin(self._again.pop() if self._again else next(self._lines))
         if self.now_s < self._until_s:
             self._at(self.now_s + LOOK_S, self._pace)
+
+    def _preempt(self, live: _Live) -> None:
+        self._held.remove(live)
+        self.num_preempted += 1
+        self._again.append(live.outcome.job)
+        self._abandon(live)
 
     def _begin(self, job: Job) -> None:
         """A line that the policy turns away comes again."""
@@ -106,7 +112,10 @@ def lines(traffic: Traffic, seed: int) -> Iterator[Job]:
 
 def bursts(traffic: Traffic, until_s: float) -> list[Traffic]:
     """The same load on average, twice of it for 10 s of each 30."""
-    calm, high = replace(traffic, calls_per_s=0.5 * traffic.calls_per_s), replace(traffic, calls_per_s=2 * traffic.calls_per_s)
+    calm, high = (
+        replace(traffic, calls_per_s=0.5 * traffic.calls_per_s),
+        replace(traffic, calls_per_s=2 * traffic.calls_per_s),
+    )
     cuts = range(0, int(until_s), int(3 * BURST_S))
     result = []
     for at_s in cuts:
@@ -121,8 +130,12 @@ def row(case: str, load: float, shape: Shape, traffic: Sequence[Traffic], seeds:
     return Row(case, load, *mean)
 
 
-def _pair(shape: Shape, traffic: Sequence[Traffic], seed: int, until_s: float) -> tuple[float, float, float, float, float]:
-    jobs = sorted((job for n, each in enumerate(traffic) for job in each.jobs(seed + 100 * n)), key=lambda job: job.at_s)
+def _pair(
+    shape: Shape, traffic: Sequence[Traffic], seed: int, until_s: float
+) -> tuple[float, float, float, float, float]:
+    jobs = sorted(
+        (job for n, each in enumerate(traffic) for job in each.jobs(seed + 100 * n)), key=lambda job: job.at_s
+    )
     alone = Fleet(shape, BOUNDS).run(iter(jobs))
     fleet = SharedFleet(shape, BOUNDS, lines(traffic[0], seed), traffic[0].slo.tpot_ms / 1e3, until_s)
     fleet.run(iter(jobs), until_s + 60)

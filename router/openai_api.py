@@ -184,8 +184,14 @@ class GenerationApi:
                 send_json(exchange, 200, answer, fields)
 
     async def answer(
-        self, url: str, body: Mapping[str, object], tenant: str, request_id: str, timeout_s: float
-    ) -> Answered:  # fmt: skip
+        self,
+        url: str,
+        body: Mapping[str, object],
+        tenant: str,
+        request_id: str,
+        timeout_s: float,
+        on_first: Callable[[], None],
+    ) -> Answered:
         """A line of a batch, whole, as a call of the class `batch`. Raises: BatonError."""
         api, kind, reply_kind = _GENERATIONS[url]
         try:
@@ -196,10 +202,17 @@ class GenerationApi:
             self._calls.refused(api, error)
             raise
         async with self._calls.open(spec, time.monotonic()) as call:
-            return Answered(call.request_id, await self._whole(call, reply_kind, bool(parsed.return_token_ids)))
+            token_ids = bool(parsed.return_token_ids)
+            return Answered(call.request_id, await self._whole(call, reply_kind, token_ids, on_first))
 
-    async def _whole(self, call: Call, reply_kind: type[ChatReply] | type[CompletionReply], token_ids: bool) -> Json:
-        whole = Whole()
+    async def _whole(
+        self,
+        call: Call,
+        reply_kind: type[ChatReply] | type[CompletionReply],
+        token_ids: bool,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> Json:
+        whole = Whole(on_first)
         done = await call.tell(whole)
         reply = reply_kind(self._wording(call, token_ids), self._calls.table)
         return reply.whole(whole.pieces, whole.ends, done)
@@ -228,9 +241,10 @@ async def _stream(stream: SseStream, call: Call, include_usage: bool) -> None:
 
 
 class Whole:
-    """An Audience that keeps everything."""
+    """An Audience that keeps everything, and tells of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
         self.pieces: list[Piece] = []
         self.ends: list[ChoiceFinished] = []
 
@@ -239,6 +253,8 @@ class Whole:
 
     def _keep(self, event: Piece | ChoiceFinished) -> None:
         if isinstance(event, Piece):
+            if not self.pieces:
+                self._on_first()
             self.pieces.append(event)
         else:
             self.ends.append(event)

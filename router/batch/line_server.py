@@ -42,9 +42,15 @@ class Answers(Protocol):
     """The normal path of a call, as a line needs it."""
 
     async def answer(
-        self, url: str, body: Mapping[str, object], tenant: str, request_id: str, timeout_s: float
+        self,
+        url: str,
+        body: Mapping[str, object],
+        tenant: str,
+        request_id: str,
+        timeout_s: float,
+        on_first: Callable[[], None],
     ) -> Answered:
-        """Raises: BatonError, as the endpoint would say it."""
+        """Tell of the first token. Raises: BatonError, as the endpoint would say it."""
         ...
 
 
@@ -109,7 +115,7 @@ class LineServer:
         except TimeoutError:
             self._again.appendleft(line)
             return
-        task = asyncio.create_task(self._run_line(line), name=f"{self._batch.id} {line.number}")
+        task = asyncio.create_task(self._run_line(line, slot.began), name=f"{self._batch.id} {line.number}")
         slot.hold(task)
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, line))
@@ -119,12 +125,14 @@ class LineServer:
         if task.cancelled():  # preempted
             self._again.append(line)
 
-    async def _run_line(self, line: Line) -> None:
+    async def _run_line(self, line: Line, on_first: Callable[[], None]) -> None:
         request_id = f"{self._batch.id}-{line.number}"
         left_s = self._batch.expires_unix_s - self._tools.now_unix_s()
         timeout_s = min(self._tools.line_timeout_s, max(1.0, left_s))
         try:
-            answer = await self._tools.answers.answer(line.url, line.body, self._batch.tenant, request_id, timeout_s)
+            answer = await self._tools.answers.answer(
+                line.url, line.body, self._batch.tenant, request_id, timeout_s, on_first
+            )
         except BatonError as error:
             if self._may_try_again(line, error):
                 self._again.append(line)

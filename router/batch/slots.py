@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from router.admission import Slack
-from router.batch.pacer import LOOK_S, Pacer
+from router.batch.pacer import LOOK_S, Allowance, Pacer
+
+NOTHING = Allowance(0, 0)
 
 
 class Slot:
@@ -20,6 +22,7 @@ class Slot:
 
     def __init__(self, slots: Slots) -> None:
         self.is_preempted = False
+        self.is_starting = True  # without a first token
         self._slots = slots
         self._task: asyncio.Task[None] | None = None
 
@@ -27,6 +30,10 @@ class Slot:
         """`task` runs in it and is cancelled when it is taken away."""
         self._task = task
         task.add_done_callback(lambda _: self._slots.give_back(self))
+
+    def began(self) -> None:
+        """Its first token came: it keeps no prefill worker busy any more."""
+        self.is_starting = False
 
     def preempt(self) -> bool:
         """False: it was before, or is not held yet."""
@@ -45,7 +52,7 @@ class Slots:
         self._held: dict[Slot, None] = {}  # oldest first
         self._wanted: deque[asyncio.Future[Slot]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._num_allowed = 0  # as of the last look
+        self._allowed = NOTHING  # as of the last look
         self.num_preempted = 0
 
     @property
@@ -71,18 +78,26 @@ class Slots:
     def look(self) -> None:
         """Do now what is due."""
         self._timer = None
-        self._num_allowed = self._pacer.look(self._slack(), len(self._held), time.monotonic())
-        for slot in reversed([*self._held][self._num_allowed :]):
+        starting = [slot for slot in self._held if slot.is_starting]
+        allowed = self._pacer.look(self._slack(), len(self._held), len(starting), time.monotonic())
+        taken = starting[allowed.num_starting :]
+        left = [slot for slot in self._held if slot not in taken]
+        for slot in reversed([*taken, *left[allowed.num_running :]]):
             self.num_preempted += slot.preempt()
+        self._allowed = allowed
         self._hand_out()
         self._watch()
 
     def _hand_out(self) -> None:
-        while self._wanted and len(self._held) < self._num_allowed:
+        num_starting = sum(slot.is_starting for slot in self._held)
+        while (
+            self._wanted and len(self._held) < self._allowed.num_running and num_starting < self._allowed.num_starting
+        ):
             wanted = self._wanted.popleft()
             if not wanted.done():
                 slot = Slot(self)
                 self._held[slot] = None
+                num_starting += 1
                 wanted.set_result(slot)
 
     def _watch(self) -> None:
@@ -90,6 +105,6 @@ class Slots:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self.look)
 
     def close(self) -> None:
-        self._num_allowed = 0
+        self._allowed = NOTHING
         if self._timer is not None:
             self._timer.cancel()

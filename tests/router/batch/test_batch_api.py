@@ -127,23 +127,23 @@ async def test_a_file_comes_back_as_it_was_sent_is_listed_and_deleted(client: Cl
 GOOD = line("a")
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (b"{not json", "line 2: it is not valid JSON"),
-        (b"[]", "line 2: it is not a JSON object"),
-        (jsonl([GOOD]).strip(), "line 2: its custom_id is that of an earlier line"),
-        (jsonl([{**GOOD, "custom_id": ""}]), "line 2: custom_id must be text"),
-        (jsonl([{**GOOD, "custom_id": "b", "method": "GET"}]), "line 2: method must be POST"),
-        (jsonl([{**GOOD, "custom_id": "b", "url": "/v1/embeddings"}]), "line 2: url '/v1/embeddings' is not run"),
-        (jsonl([{**GOOD, "custom_id": "b", "extra": 1}]), "line 2: 'extra' is not a field"),
-        (jsonl([line("b", stream=True)]), "line 2: body.stream is true"),
-        (jsonl([line("b", priority=5)]), "line 2: body.priority is set"),
-        (jsonl([{**GOOD, "custom_id": "b", "body": "x"}]), "line 2: body must be"),
-    ],
-)
-async def test_a_line_that_no_batch_can_run_is_named_when_the_file_comes(client: Client, bad: bytes, why: str) -> None:
-    assert why in (await refusal(client, jsonl([GOOD]) + bad)).message
+BAD_LINES = [
+    (b"{not json", "line 2: it is not valid JSON"),
+    (b"[]", "line 2: it is not a JSON object"),
+    (jsonl([GOOD]).strip(), "line 2: its custom_id is that of an earlier line"),
+    (jsonl([{**GOOD, "custom_id": ""}]), "line 2: custom_id must be text"),
+    (jsonl([{**GOOD, "custom_id": "b", "method": "GET"}]), "line 2: method must be POST"),
+    (jsonl([{**GOOD, "custom_id": "b", "url": "/v1/embeddings"}]), "line 2: url '/v1/embeddings' is not run"),
+    (jsonl([{**GOOD, "custom_id": "b", "extra": 1}]), "line 2: 'extra' is not a field"),
+    (jsonl([line("b", stream=True)]), "line 2: body.stream is true"),
+    (jsonl([line("b", priority=5)]), "line 2: body.priority is set"),
+    (jsonl([{**GOOD, "custom_id": "b", "body": "x"}]), "line 2: body must be"),
+]
+
+
+async def test_a_line_that_no_batch_can_run_is_named_when_the_file_comes(client: Client) -> None:
+    for bad, why in BAD_LINES:
+        assert why in (await refusal(client, jsonl([GOOD]) + bad)).message
     assert [file async for file in client.files.list()] == []
 
 
@@ -175,21 +175,22 @@ async def test_what_is_too_large_or_no_form_at_all_is_refused_and_leaves_nothing
         assert (await client.files.delete(batch.input_file_id)).deleted
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
-        ({"metadata": {"k" * 65: "v"}}, "metadata"),
-        ({"extra_body": {"wat": 1}}, "wat"),
-    ],
-)
-async def test_a_batch_that_cannot_be_is_refused_by_the_name_of_the_field(
-    client: Client, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        await send(client, [GOOD], **fields)
-    assert refused.value.param == param
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"endpoint": "/v1/embeddings"}, "endpoint"),
+    ({"completion_window": "1h"}, "completion_window"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"extra_body": {"wat": 1}}, "wat"),
+]
+
+
+async def test_a_batch_that_cannot_be_is_refused_by_the_name_of_the_field(client: Client) -> None:
+    for fields, param in WRONG_FIELDS:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await send(client, [GOOD], **fields)
+        assert refused.value.param == param
+    for unknown in ("file-0", "\x00", "file-" + "0" * 24):
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.create(input_file_id=unknown, endpoint="/v1/completions", completion_window="24h")
 
 
 async def test_nobody_sees_another_tenants_files_and_batches(files: ModelFiles, tmp_path: Path) -> None:
