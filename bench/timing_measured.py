@@ -61,7 +61,7 @@ def _dynamo(folder: Path) -> dict[Setup, list[MeasuredStep]]:
 
 
 def _splitwise(path: Path) -> dict[Setup, list[MeasuredStep]]:
-    """Rows with power caps are left out; 16-bit types are one to the roofline. Prompts are batched; decodes are at the mean context of an answer."""
+    """Read rows without power caps. Prompts are batched; decodes are at the mean context of an answer."""
     steps: defaultdict[Setup, list[MeasuredStep]] = defaultdict(list)
     models = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
     with path.open(encoding="utf-8") as lines:

@@ -41,6 +41,7 @@ class ModelShape:
     ffn_matrices: int = 3  # gate, up, down; 2 without a gate
     tied_embeddings: bool = False
     latent: Latent | None = None
+    projection_params: int = 0  # of a layer's attention, on average, where its heads do not tell
     num_context_layers: int = 0  # layers whose attention sees the whole context, where that is not all of them
 
     @property
@@ -55,6 +56,8 @@ class ModelShape:
     @cached_property
     def attention_params(self) -> int:
         """Parameters of one layer's projections."""
+        if self.projection_params:
+            return self.projection_params
         if self.latent is None:
             return self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         one = self.latent
@@ -168,7 +171,17 @@ _SHAPES = (
     ),
     # openai/gpt-oss-120b: every second layer sees a window of 128 tokens
     ModelShape(
-        "gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, num_experts=128, num_active_experts=4, expert_ffn=2880,
+        "gpt-oss-120b",
+        36,
+        2880,
+        64,
+        8,
+        64,
+        2880,
+        201088,
+        num_experts=128,
+        num_active_experts=4,
+        expert_ffn=2880,
         num_context_layers=18,
     ),
     # MiniMaxAI/MiniMax-M2.5
@@ -177,23 +190,72 @@ _SHAPES = (
     ),
     # deepseek-ai/DeepSeek-V3; R1 has the same
     ModelShape(
-        "deepseek-v3", 61, 7168, 128, 128, 128, 18432, 129280, num_experts=256, num_active_experts=8,
-        num_shared_experts=1, expert_ffn=2048, num_dense_layers=3, latent=_DEEPSEEK_LATENT,
+        "deepseek-v3",
+        61,
+        7168,
+        128,
+        128,
+        128,
+        18432,
+        129280,
+        num_experts=256,
+        num_active_experts=8,
+        num_shared_experts=1,
+        expert_ffn=2048,
+        num_dense_layers=3,
+        latent=_DEEPSEEK_LATENT,
     ),
     # moonshotai/Kimi-K2.5: its text model
     ModelShape(
-        "kimi-k2.5", 61, 7168, 64, 64, 128, 18432, 163840, num_experts=384, num_active_experts=8,
-        num_shared_experts=1, expert_ffn=2048, num_dense_layers=1, latent=_DEEPSEEK_LATENT,
+        "kimi-k2.5",
+        61,
+        7168,
+        64,
+        64,
+        128,
+        18432,
+        163840,
+        num_experts=384,
+        num_active_experts=8,
+        num_shared_experts=1,
+        expert_ffn=2048,
+        num_dense_layers=1,
+        latent=_DEEPSEEK_LATENT,
     ),
     # zai-org/GLM-5; its sparse attention reads at most 2,048 tokens, which is not modelled
     ModelShape(
-        "glm-5", 78, 6144, 64, 64, 192, 12288, 154880, num_experts=256, num_active_experts=8,
-        num_shared_experts=1, expert_ffn=2048, num_dense_layers=3, latent=Latent(2048, 512, 64, 192, 256),
+        "glm-5",
+        78,
+        6144,
+        64,
+        64,
+        192,
+        12288,
+        154880,
+        num_experts=256,
+        num_active_experts=8,
+        num_shared_experts=1,
+        expert_ffn=2048,
+        num_dense_layers=3,
+        latent=Latent(2048, 512, 64, 192, 256),
     ),
-    # Qwen/Qwen3.5-397B-A17B; every fourth layer has attention, the linear ones between are priced by the same projections
+    # Qwen/Qwen3.5-397B-A17B. 15 layers have gated attention (query and gate 4096 x 16384, KV 4096 x 1024, out 8192 x 4096: 105 M)
+    # and 45 a gated delta net (q, k 4096 x 4096, v 4096 x 8192, gate and out the same: 117 M): 114 M on average; its state is no KV
     ModelShape(
-        "qwen3.5-397b-a17b", 60, 4096, 32, 2, 256, 1024, 248320, num_experts=512, num_active_experts=10,
-        num_shared_experts=1, expert_ffn=1024, num_context_layers=15,
+        "qwen3.5-397b-a17b",
+        60,
+        4096,
+        32,
+        2,
+        256,
+        1024,
+        248320,
+        num_experts=512,
+        num_active_experts=10,
+        num_shared_experts=1,
+        expert_ffn=1024,
+        num_context_layers=15,
+        projection_params=114_294_784,
     ),
     # facebook/opt-13b, -66b; opt-175b: Zhang et al. 2022, table 1
     ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, 50272, ffn_matrices=2, tied_embeddings=True),
@@ -201,7 +263,7 @@ _SHAPES = (
     ModelShape("opt-175b", 96, 12288, 96, 96, 128, 49152, 50272, ffn_matrices=2, tied_embeddings=True),
     # bigscience/bloom
     ModelShape("bloom-176b", 70, 14336, 112, 112, 128, 57344, 250880, ffn_matrices=2, tied_embeddings=True),
-)  # fmt: skip
+)
 _BY_NAME = {shape.name: shape for shape in _SHAPES}
 
 
