@@ -32,7 +32,7 @@ from router.controller.admin_slo import slo_routes
 from router.controller.admin_tokens import Token
 from router.controller.admin_workers import worker_routes
 from router.controller.controller import Controller
-from router.controller.feasibility import FloorSource, Forecast
+from router.controller.feasibility import FloorSource, Forecast, emulated_floor
 from router.controller.fleet_state import FAILED, STARTING
 from router.controller.versioned import StaleVersion
 
@@ -50,14 +50,14 @@ def make_app(
     floors: FloorSource | None = None,
     forecast: Forecast | None = None,
 ) -> FastAPI:
-    """`tokens`: those in force now. `floors`: what targets must be above; None = what the controller measured."""
+    """`tokens`: those in force now. `floors`: what targets must be above; None = the timing of emulated GPUs, else what the
+    controller measured."""
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
     doors = Doors(tokens)
     require_reason = cluster.controller.require_reason
     app.include_router(_health(controller))
-    app.include_router(
-        slo_routes(controller, doors, floors or controller.floor, forecast, require_reason=require_reason)
-    )
+    floors = floors or emulated_floor(cluster.emulation) or controller.floor
+    app.include_router(slo_routes(controller, doors, floors, forecast, require_reason=require_reason))
     app.include_router(control_routes(controller, doors, cluster.emulation.tp))
     app.include_router(worker_routes(controller, cluster, doors))
     app.include_router(request_routes(controller, doors))

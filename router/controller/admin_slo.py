@@ -59,11 +59,11 @@ class _Changes:
         if self._require_reason and not reason.strip():
             raise Refusal(422, "invalid", "reason: say why; this cluster requires it", field="reason")
         classes = change(base.value)
-        self.check(classes)
+        self.check(base.value, classes)
         return await self._controller.in_force.slo.put(base.version, classes, who, reason)
 
-    def check(self, classes: SLOSet) -> None:
-        """Raises: Refusal: the set cannot be in force."""
+    def check(self, base: SLOSet, classes: SLOSet) -> None:
+        """Raises: Refusal: the set cannot be in force. A target that is below the floor already hinders no other change."""
         if all(slo.name != DEFAULT_CLASS for slo in classes):
             raise _invalid("classes", f"{DEFAULT_CLASS!r} must stay; calls that name no class use it")
         for slo in classes:
@@ -72,13 +72,11 @@ class _Changes:
             if found := contradiction(slo):
                 raise _invalid(f"classes.{slo.name}.{found[0]}", found[1])
         floor = self._floors.floor()
+        standing = infeasible(base, floor)
         for miss in infeasible(classes, floor):
-            raise Refusal(
-                422,
-                "infeasible",
-                f"{miss.field}: {miss.target_ms:g} is below the physical floor of {miss.floor_ms:g} ({floor.source})",
-                field=miss.field,
-            )
+            if miss not in standing:
+                message = f"{miss.field}: {miss.target_ms:g} is below the physical floor of {miss.floor_ms:g}"
+                raise Refusal(422, "infeasible", f"{message} ({floor.source})", field=miss.field)
 
 
 def slo_routes(
@@ -105,7 +103,7 @@ def slo_routes(
         if if_match is not None:
             require_match(if_match, base.version, base.who)
         classes = change(base.value)
-        made.check(classes)
+        made.check(base.value, classes)
         return {
             "dry_run": True,
             "version": base.version,

@@ -1,4 +1,4 @@
-"""Whether targets can be met at all, and what a change would do: two seams, and the floor that measurements alone give.
+"""Whether targets can be met at all, and what a change would do: two seams, and floors from timing or measurement.
 
 A Floor is what no scheduling can beat: a decode step of one sequence, a prompt of one token. A Forecast needs a planner; where
 there is none, nobody pretends. Pure.
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.config import EmulationConfig
 from baton.request import Role
 from baton.slo import SLO
 from baton.v1 import worker_pb2
+from engine.timing.step_time import Batch, StepTime, step_time
 
 NO_FORECAST = "no prediction is available: this controller has no planner"
 
@@ -75,6 +77,37 @@ def infeasible(classes: Sequence[SLO], floor: Floor) -> list[Infeasible]:
             if target_ms is not None and least_ms is not None and target_ms < least_ms:
                 found.append(Infeasible(f"classes.{slo.name}.{name}", target_ms, least_ms))
     return found
+
+
+class StepTimeFloor:
+    """What the timing model of the workers' GPUs says of a fleet without any other load."""
+
+    def __init__(self, step_time: StepTime, source: str, time_scale: float = 1.0) -> None:
+        """`time_scale`: seconds that a second of the GPUs takes here, where they are emulated."""
+        prefill = Batch(prefills=((1, 0),), num_decodes=0, decode_context_tokens=0)
+        self._floor = Floor(
+            ttft_ms=1e3 * time_scale * step_time.step_s(prefill),
+            tpot_ms=1e3 * time_scale * step_time.decode_steps_s(1, 1, 1),
+            source=source,
+        )
+
+    def floor(self) -> Floor:
+        return self._floor
+
+
+def emulated_floor(emulation: EmulationConfig) -> StepTimeFloor | None:
+    """None where the workers are real."""
+    if not emulation.gpu:
+        return None
+    times = step_time(
+        emulation.gpu,
+        emulation.model,
+        emulation.tp,
+        weight_dtype=emulation.weight_dtype,
+        kv_dtype=emulation.kv_dtype,
+    )
+    source = f"one sequence alone, {emulation.model} on {emulation.tp} x {emulation.gpu}"
+    return StepTimeFloor(times, source, emulation.time_scale)
 
 
 class MeasuredFloor:

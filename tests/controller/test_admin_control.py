@@ -20,6 +20,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.request import Role
 from baton.slo import SLO
 from baton.v1 import worker_pb2
+from engine.timing.step_time import Batch, step_time
 from router.controller.admin_api import MAX_BODY_BYTES, make_app
 from router.controller.admin_tokens import CHECK_S, Token, TokenFiles, parse_tokens
 from router.controller.control_store import ControlStore
@@ -193,6 +194,35 @@ async def test_what_cannot_be_met_gets_422_with_the_floor(
     assert told["floor"] == {"ttft_ms": 20.0, "tpot_ms": 2.7, "source": "a roofline"}
 
 
+class SlowFloor:
+    def floor(self) -> Floor:
+        return Floor(tpot_ms=150.0, source="slow workers")
+
+
+async def test_a_target_that_is_below_the_floor_already_hinders_no_other_change(lite: Database) -> None:
+    async with operator(lite, floors=SlowFloor()) as admin:  # the default of interactive is 100
+        assert (await admin.patch("/admin/v1/slo/batch", json={"ttft_ms": 900}, headers=ANY)).status_code == 200
+        assert (await admin.patch("/admin/v1/slo/interactive", json={"tpot_ms": 149}, headers=ANY)).status_code == 422
+        assert (await admin.patch("/admin/v1/slo/interactive", json={"tpot_ms": 151}, headers=ANY)).status_code == 200
+
+
+async def test_emulated_gpus_have_the_floor_of_their_timing_model(lite: Database) -> None:
+    config = ClusterConfig()
+    config = replace(
+        config, emulation=replace(config.emulation, gpu="h100", model="llama-3.1-70b", tp=8, time_scale=10.0)
+    )
+    times = step_time("h100", "llama-3.1-70b", 8)
+    async with operator(lite, config=config) as admin:
+        floor = (await admin.get("/admin/v1/slo")).json()["floor"]
+        assert floor["tpot_ms"] == pytest.approx(1e4 * times.decode_steps_s(1, 1, 1))
+        assert floor["ttft_ms"] == pytest.approx(1e4 * times.step_s(Batch(((1, 0),), 0, 0)))
+        below = await admin.patch("/admin/v1/slo/batch", json={"tpot_ms": floor["tpot_ms"] * 0.99}, headers=ANY)
+        assert (below.status_code, error_of(below)["code"]) == (422, "infeasible")
+        assert "llama-3.1-70b on 8 x h100" in error_of(below)["message"]
+        at_it = await admin.patch("/admin/v1/slo/batch", json={"tpot_ms": floor["tpot_ms"]}, headers=ANY)
+        assert at_it.status_code == 200
+
+
 def test_the_measured_floor_is_the_quickest_step_of_a_lone_sequence_on_a_decode_worker() -> None:
     measured = MeasuredFloor()
     decode, prefill = (worker_pb2.Role.ValueType(role) for role in (Role.DECODE, Role.PREFILL))
@@ -348,22 +378,20 @@ async def test_a_viewer_changes_nothing_and_strangers_see_nothing(lite: Database
 
 
 async def test_changes_and_refused_callers_leave_a_line_without_secrets(
-    lite: Database, capfd: pytest.CaptureFixture[str]
+    lite: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from baton.log import configure
-
-    configure("controller", "info")
+    caplog.set_level("INFO", "baton.controller")
     async with operator(lite) as admin:
         await admin.patch("/admin/v1/slo/batch", json={"ttft_ms": 5, "reason": "a secret reason"}, headers=ANY)
         await admin.get("/admin/v1/slo")
     async with operator(lite, "wrong-secret") as stranger:
         await stranger.get("/admin/v1/slo")
-    said = capfd.readouterr().err
-    lines = [line for line in said.splitlines() if "controller.audit" in line or "method" in line]
-    assert len(lines) == 2
-    assert all(word in lines[0] for word in ("ann", "PATCH", "/admin/v1/slo/batch", "200"))
-    assert all(word in lines[1] for word in ("GET", "/admin/v1/slo", "401"))
-    assert "secret" not in said
+    lines = [record.__dict__["baton_fields"] for record in caplog.records if record.name.endswith("audit")]
+    assert lines == [
+        {"who": "ann", "method": "PATCH", "path": "/admin/v1/slo/batch", "status": 200},
+        {"who": "", "method": "GET", "path": "/admin/v1/slo", "status": 401},
+    ]
+    assert all("secret" not in str(record.__dict__) for record in caplog.records)
 
 
 async def test_a_body_beyond_any_use_is_refused_unread(admin: httpx.AsyncClient) -> None:
