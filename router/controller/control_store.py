@@ -29,7 +29,6 @@ class ControlStore:
         Raises:
             ConfigError: the database cannot be used.
         """
-        self.database = database
         self.slo: Versioned[SLOSet] = Versioned(database, replace(SLO_SET, default=classes), now_unix_s)
         self.settings: Versioned[ControlSettings] = Versioned(database, settings_format(configured or {}), now_unix_s)
         self.decisions = DecisionLog(database, now_unix_s)

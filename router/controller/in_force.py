@@ -16,7 +16,7 @@ from baton.log import get_log
 from router.controller.control_store import ControlStore
 from router.controller.settings import ControlSettings
 from router.controller.slo_store import SLOSet
-from router.controller.versioned import MAX_VERSION, Revision, Versioned
+from router.controller.versioned import MAX_VERSION, Revision, StaleVersion, Versioned
 
 log = get_log("controller.in_force")
 
@@ -33,8 +33,12 @@ class Live(Generic[T]):
         self._on_change = on_change
 
     async def put(self, expected_version: int, value: T, who: str, reason: str) -> Revision[T]:
-        """Raises: StaleVersion, Unavailable."""
-        revision = await asyncio.to_thread(self._store.replace, expected_version, value, who, reason)
+        """Raises: StaleVersion: another version is in force, also here from now on; Unavailable."""
+        try:
+            revision = await asyncio.to_thread(self._store.replace, expected_version, value, who, reason)
+        except StaleVersion:
+            await self.refresh()
+            raise
         if revision.version > self.revision.version:
             self._take(revision)
         return revision
