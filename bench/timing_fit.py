@@ -47,13 +47,14 @@ class Kind:
     campaigns: tuple[Errors, ...]  # in sample
 
 
-def fit_kind(name: str, runs: Sequence[ServingRun], *, hold_out: bool) -> Kind:
+def fit_kind(name: str, runs: Sequence[ServingRun], hold_out: str) -> Kind:
+    """Fit all runs, and once more without each `group` or `campaign`; hold out `nothing` to fit once."""
     campaigns = sorted({run.campaign for run in runs})
     columns = as_arrays(runs, campaigns)
-    groups = np.array([run.group for run in runs])
+    groups = np.array([run.campaign if hold_out == "campaign" else run.group for run in runs])
     whole = fit(columns, len(campaigns))
     held = []
-    for group in sorted(set(groups)) if hold_out else ():
+    for group in () if hold_out == "nothing" else sorted(set(groups)):
         out = groups == group
         held.append(errors(str(group), columns.where(out), fit(columns.where(~out), len(campaigns))))
     inside = [errors(campaign, columns.where(columns.campaign == i), whole) for i, campaign in enumerate(campaigns)]
@@ -80,10 +81,10 @@ def as_arrays(runs: Sequence[ServingRun], campaigns: Sequence[str]) -> Runs:
     )
 
 
-def kinds(runs: Sequence[ServingRun], *, hold_out: bool = True) -> tuple[Kind, ...]:
+def kinds(runs: Sequence[ServingRun], hold_out: str = "group") -> tuple[Kind, ...]:
     mixtures = [run for run in runs if run.loop.decode.shape.is_mixture]
     dense = [run for run in runs if not run.loop.decode.shape.is_mixture]
-    return fit_kind("dense", dense, hold_out=hold_out), fit_kind("mixture", mixtures, hold_out=hold_out)
+    return fit_kind("dense", dense, hold_out), fit_kind("mixture", mixtures, hold_out)
 
 
 def table(kind: Kind) -> str:
@@ -114,13 +115,19 @@ def _line(one: Errors) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.timing_fit", description=__doc__)
     parser.add_argument("--calibration", type=Path, default=None, help="folder with the calibration data")
+    parser.add_argument(
+        "--hold-out",
+        choices=["group", "campaign"],
+        default="group",
+        help="what is predicted by a fit that never saw it: a model on a number of GPUs, or an engine in one harness",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write everything that is printed here as well")
     options = parser.parse_args(arguments)
     folder = options.calibration or calibration_folder()
     if not folder.is_dir():
         print("the calibration data is not here; name its folder with --calibration", file=sys.stderr)
         return 2
-    found = kinds(load_serving_runs(folder / "aiconfigurator" / "silicon_sample.csv"))
+    found = kinds(load_serving_runs(folder / "aiconfigurator" / "silicon_sample.csv"), options.hold_out)
     for kind in found:
         print(table(kind))
     if options.json is not None:

@@ -1,7 +1,7 @@
 """`python -m bench.timing_kernels`: what single kernels reach of the datasheet, from aiconfigurator's measured latencies.
 
-These are the priors of the serving fit (engine/timing/fit.py) and a check that its results are possible. Every kernel is fitted as
-max(compute, bytes) or bytes alone, over an efficiency, plus a fixed time; relative errors are robust as there.
+These are the priors of the serving fit (engine/timing/fit.py) and a check that its results are possible. Every kernel is
+fitted as the longest of its ideal times, each over an efficiency, plus a fixed time; the errors are weighed as there.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def _gemm(path: Path, device: Gpu, dtype: str, name: str) -> KernelFit:
     compute_s = 2 * m * n * k / device.rate(name)
     weight_bytes = 2 if name == "bf16" else 1
     memory_s = (weight_bytes * (n * k + m * k) + 2 * m * n) / device.memory_bytes_per_s
-    return _fit(f"gemm {name}", np.array(list(best.values())), [compute_s, memory_s], np.maximum.reduce)
+    return _fit(f"gemm {name}", np.array(list(best.values())), [compute_s, memory_s])
 
 
 def _prefill_attention(path: Path, device: Gpu) -> KernelFit:
     rows = _rows(path, _is_grouped_bf16)
     batch, length, heads = (np.array([float(row[name]) for row in rows]) for name in ("batch_size", "isl", "num_heads"))
     flops = batch * heads * 4 * HEAD_DIM * length * length / 2
-    return _fit("prefill attention", _seconds(rows), [flops / device.rate("bf16")], sum)
+    return _fit("prefill attention", _seconds(rows), [flops / device.rate("bf16")])
 
 
 def _decode_attention(path: Path, device: Gpu) -> KernelFit:
@@ -70,13 +70,13 @@ def _decode_attention(path: Path, device: Gpu) -> KernelFit:
     batch, heads = (np.array([float(row[name]) for row in rows]) for name in ("batch_size", "num_key_value_heads"))
     context = np.array([float(row["isl"]) + float(row["step"]) for row in rows])
     nbytes = batch * context * heads * 2 * HEAD_DIM * 2
-    return _fit("decode attention", _seconds(rows), [nbytes / device.memory_bytes_per_s], sum)
+    return _fit("decode attention", _seconds(rows), [nbytes / device.memory_bytes_per_s])
 
 
 def _allreduce(path: Path, device: Gpu, ranks: int) -> KernelFit:
     rows = _rows(path, lambda row: row["backend"] == "vllm_graph" and int(row["num_gpus"]) == ranks)
     moved_bytes = 2 * (ranks - 1) / ranks * np.array([float(row["message_size"]) for row in rows])
-    return _fit(f"all-reduce of {ranks}", _seconds(rows), [moved_bytes / device.link_bytes_per_s], sum)
+    return _fit(f"all-reduce of {ranks}", _seconds(rows), [moved_bytes / device.link_bytes_per_s])
 
 
 def _is_grouped_bf16(row: dict[str, str]) -> bool:
@@ -93,9 +93,11 @@ def _seconds(rows: Sequence[dict[str, str]]) -> Array:
     return np.array([float(row["latency_ms"]) for row in rows]) / 1e3
 
 
-def _fit(kernel: str, seconds: Array, ideal: Sequence[Array], join: Callable[[list[Array]], Array]) -> KernelFit:
+def _fit(kernel: str, seconds: Array, ideal: Sequence[Array]) -> KernelFit:
     def predicted(at: Array) -> Array:
-        return join([part / x for part, x in zip(ideal, np.exp(at[:-1]), strict=True)]) + np.exp(at[-1])
+        parts = np.stack([part / x for part, x in zip(ideal, np.exp(at[:-1]), strict=True)])
+        fixed_s: Array = np.exp(at[-1])
+        return np.asarray(parts.max(axis=0) + fixed_s)
 
     def residuals(at: Array) -> Array:
         return np.log(predicted(at) / seconds) / SCALE

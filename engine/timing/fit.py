@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 SCALE = 0.1  # an error of 10 % is where soft L1 turns linear
-STEP = 1e-5  # of a logarithm, for the numeric Jacobian: the root of double precision, rounded up
+STEP = 1e-5  # of a logarithm, for the numeric Jacobian: well above the root of double precision, 1.5e-8
 MAX_ROUNDS = 60
 MAX_DAMPING = 1e6
 TOLERANCE = 1e-6  # relative gain of a round that ends the fit
@@ -34,7 +34,8 @@ class Prior:
     spread: float  # standard deviation of the logarithm
 
 
-# Efficiencies: H100 and H200 kernels alone (docs/timing.md), free by a third; the overheads, which only serving shows, freely.
+# Efficiencies: H100 and H200 kernels alone (`python -m bench.timing_kernels`; fp8 at 1,024 rows and more), with little room; the
+# overheads and experts, which only serving shows, with much.
 EFFICIENCY_PRIORS: Mapping[str, Prior] = {
     "compute_16bit": Prior(0.80, 0.2),
     "compute_8bit": Prior(0.57, 0.2),
@@ -50,7 +51,7 @@ EFFICIENCY_PRIORS: Mapping[str, Prior] = {
 }
 _PLAIN = ("memory", "expert_compute", "expert_memory", "attention", "kv", "link", "allreduce_s")
 _LOOP_NUMBERS = ("num_clients", "num_running", "num_rivals", "output_tokens")
-HARNESS_PRIORS: Mapping[str, Prior] = {
+HARNESS_PRIORS: Mapping[str, Prior] = {  # the middle of what campaigns with many runs have
     "host": Prior(1.0, 0.5),  # factor on the overheads: engines differ
     "start_s": Prior(0.04, 1.0),
     "own": Prior(1.2, 0.5),

@@ -240,7 +240,7 @@ _SHAPES = (
         latent=Latent(2048, 512, 64, 192, 256),
     ),
     # Qwen/Qwen3.5-397B-A17B. 15 layers have gated attention (query and gate 4096 x 16384, KV 4096 x 1024, out 8192 x 4096: 105 M)
-    # and 45 a gated delta net (q, k 4096 x 4096, v 4096 x 8192, gate and out the same: 117 M): 114 M on average; its state is no KV
+    # and 45 a gated delta net (q, k 4096 x 4096, v 4096 x 8192, gate and out the same: 117 M): 114 M on average
     ModelShape(
         "qwen3.5-397b-a17b",
         60,

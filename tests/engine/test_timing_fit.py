@@ -10,6 +10,7 @@ import pytest
 
 from bench.timing_data import calibration_folder, load_serving_runs
 from bench.timing_fit import kinds
+from bench.timing_kernels import fit_kernels
 from bench.timing_measured import load_distserve, load_measured
 from engine.timing.batch import Batch
 from engine.timing.closed_loop import Loop, loop_terms
@@ -115,7 +116,7 @@ def test_a_linear_fit_needs_three_steps_of_each_kind() -> None:
 @NEEDS_DATA
 def test_the_efficiencies_that_ship_are_what_the_runs_say() -> None:
     runs = load_serving_runs(calibration_folder() / "aiconfigurator" / "silicon_sample.csv")
-    dense, mixture = kinds(runs, hold_out=False)
+    dense, mixture = kinds(runs, hold_out="nothing")
     for found, shipped in ((dense.coefficients, DENSE), (mixture.coefficients, MIXTURE)):
         for field in fields(Coefficients):
             assert getattr(found, field.name) == pytest.approx(getattr(shipped, field.name), rel=0.02), field.name
@@ -141,6 +142,16 @@ def test_the_measured_h200_is_within_six_percent_of_its_points() -> None:
     steps = next(steps for setup, steps in load_measured(calibration_folder()).items() if setup.source == "dynamo")
     shipped = MEASURED["h200", "llama-3.1-8b", 1, "fp8"]
     assert np.median(np.abs(relative_errors(shipped, steps))) < 0.06
+
+
+@NEEDS_DATA
+@pytest.mark.slow
+def test_kernels_alone_reach_what_the_priors_of_the_fit_say() -> None:
+    found = {one.kernel: one for one in fit_kernels(calibration_folder(), "h100")}
+    assert found["gemm bf16"].efficiencies == pytest.approx((0.80, 0.85), abs=0.02)
+    assert found["decode attention"].efficiencies == pytest.approx((0.82,), abs=0.02)
+    assert found["all-reduce of 4"].efficiencies == pytest.approx((0.32,), abs=0.02)
+    assert found["all-reduce of 4"].fixed_s == pytest.approx(4.8e-6, rel=0.05)
 
 
 # Where the goal is missed, with what is missing: docs/timing.md
