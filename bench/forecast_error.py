@@ -168,7 +168,7 @@ def _row(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.forecast_error")
-    parser.add_argument("--hours", type=float, default=336.0, help="of each trace, at most")
+    parser.add_argument("--hours", type=float, default=336.0, help="of each trace, at most; all take a minute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows there")
     args = parser.parse_args(argv)
