@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Between the user's name and the host (also with a slash that should have been escaped), and as one of libpq's parameters
-_USERINFO = re.compile(r"(?<=://)([^/?#@:]*):[^?#]*@")
+# Up to the last @, for a password may hold what should have been escaped: rather a host too little than a character too much
+_USERINFO = re.compile(r"(?<=://)([^/?#@:]*):.*@")
+# As one of libpq's parameters
 _PARAMETER = re.compile(r"(?<=[?&])((?:ssl)?password)=[^&#]*", re.IGNORECASE)
 
 

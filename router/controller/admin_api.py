@@ -40,6 +40,7 @@ log = get_log("controller.audit")
 
 _NOT_JSON = "the body is not JSON that can be read"
 MAX_BODY_BYTES = 1 << 20  # 64 classes take 16 KB
+_MAX_DIGITS = 18  # Python refuses to read numbers of thousands
 
 
 def make_app(
@@ -89,8 +90,7 @@ def _bound_and_audit(app: FastAPI) -> None:
 
     @app.middleware("http")
     async def audited(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in request.headers:
+        if not _is_bounded(request.headers):
             message = f"the body is larger than {MAX_BODY_BYTES} bytes, or does not say how large it is"
             response: Response = _error(413, "too_large", message, "", {})
         else:
@@ -99,6 +99,13 @@ def _bound_and_audit(app: FastAPI) -> None:
             who = getattr(request.state, "caller", "")
             log.info("admin", who=who, method=request.method, path=request.url.path, status=response.status_code)
         return response
+
+
+def _is_bounded(headers: Mapping[str, str]) -> bool:
+    """Whether the body says its length, and that is one that can be of use."""
+    length = headers.get("content-length", "0")
+    fits = length.isdecimal() and len(length) <= _MAX_DIGITS and int(length) <= MAX_BODY_BYTES
+    return fits and "transfer-encoding" not in headers
 
 
 def _answer_errors(app: FastAPI) -> None:
