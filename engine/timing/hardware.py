@@ -53,8 +53,8 @@ def _rates(**flops_per_s: float) -> Mapping[str, float]:
     return MappingProxyType(flops_per_s)
 
 
-# Prices: DESIGN section 1 (8 x H100 at $31.92/h is $3.99 each); the others are on-demand list prices per GPU of public clouds
-# in 2025 (Lambda A100 80 GB $1.79, H200 as H100 x 1.25 by memory, B200 $4.99). They are defaults that a plan overrides.
+# Prices: DESIGN section 1 has the H100's (8 at $31.92/h). The others are assumed, near on-demand list prices of 2025; they are
+# defaults, and a plan names its own.
 _GPUS = (
     # NVIDIA A100 80GB SXM datasheet (2021): 80 GB, 2,039 GB/s, BF16 312 TFLOP/s dense, FP32 19.5, NVLink 600 GB/s both ways
     Gpu("a100", 80e9, 2.039e12, _rates(bf16=312e12, fp32=19.5e12), 300e9, 25e9, 1.79),
