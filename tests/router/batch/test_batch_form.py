@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
@@ -27,6 +27,7 @@ def part(name: str, value: bytes, more: bytes = b"") -> bytes:
     return head + value + b"\r\n"
 
 
+@settings(max_examples=50)
 @given(
     st.binary(max_size=300) | st.lists(st.sampled_from([b"\r\n", b"--", b"\r\n--", b"x", b"\r"])).map(b"".join),
     st.integers(1, 400),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission import Slack
@@ -66,6 +66,7 @@ def test_a_lane_that_is_not_free_and_a_fleet_that_is_not_there_let_nothing_begin
     assert looks(Pacer(256), slack(has_lane=False, num_free=0, num_decoding=0), 0, 0.0) == 0
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans(), st.integers(-5, 99), st.integers(0, 99)))
 )

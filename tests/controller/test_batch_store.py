@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,28 +12,14 @@ from baton.errors import InvalidRequest, NotFound
 from router.batch.contents import Contents, Outcome
 from router.batch.records import OUTPUT, Batch, FileInfo, Status, new_id
 from router.batch.store import BatchStore, Bounds, LeaseLost
-from router.controller.database import open_database
-from tests.controller.postgres_rig import PostgresServer, postgres_server
+from router.controller.database import Database
 
 BOUNDS = Bounds(max_files=2, max_bytes=100, max_all_bytes=150, max_batches=2)
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with postgres_server() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchStore]:
-    if request.param == "sqlite":
-        url = f"sqlite://{tmp_path}/store.sqlite"
-    else:
-        server: PostgresServer = request.getfixturevalue("postgres")
-        url = server.new_database()
-    database = open_database(url)
-    yield BatchStore(database, BOUNDS)
-    database.close()
+@pytest.fixture
+def store(database: Database) -> BatchStore:
+    return BatchStore(database, BOUNDS)
 
 
 def file_of(tenant: str, num_bytes: int = 10, purpose: str = "batch", expires_unix_s: float = 1e6) -> FileInfo:
@@ -52,14 +38,15 @@ def test_a_tenant_sees_its_own_rows_and_no_others(store: BatchStore) -> None:
     assert (store.file("a", info.id), store.batch("a", batch.id)) == (info, batch)
     assert (store.files("a"), store.batches("a")) == ([info], [batch])
     assert (store.files("b"), store.batches("b")) == ([], [])
-    for ask in (
+    asked: tuple[Callable[[], object], ...] = (
         lambda: store.file("b", info.id),
         lambda: store.drop_file("b", info.id),
         lambda: store.batch("b", batch.id),
         lambda: store.cancel("b", batch.id, 2.0),
         lambda: store.add_batch(replace(batch, id=new_id("batch"), tenant="b")),
         lambda: store.file("a", "\x00"),
-    ):
+    )
+    for ask in asked:
         with pytest.raises(NotFound):
             ask()
 
@@ -86,12 +73,10 @@ def test_one_owner_at_a_time_and_a_former_one_changes_nothing(store: BatchStore)
     second = store.claim(15.1, 20.1)
     assert second is not None
     assert second[0].generation == first[0].generation + 1
-    for late in (
-        lambda: store.change(first[0], 99.0, lambda batch: batch),
-        lambda: store.finish(first[0], [file_of("a", purpose=OUTPUT)], lambda batch: batch),
-    ):
-        with pytest.raises(LeaseLost):
-            late()
+    with pytest.raises(LeaseLost):
+        store.change(first[0], 99.0, lambda batch: batch)
+    with pytest.raises(LeaseLost):
+        store.finish(first[0], [file_of("a", purpose=OUTPUT)], lambda batch: batch)
     store.release(first[0])
     assert store.claim(16.0, 21.0) is None
     store.release(second[0])
