@@ -92,28 +92,31 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
         """Give references back, last block first: the head of a prefix is worth most and is evicted last."""
-        refs, others = self._refs[hold], self._refs[1 - hold]
+        refs, others, num_let_go = self._refs[hold], self._refs[1 - hold], 0
+        free, cached, published = self._free, self._cached, self._published
         for block in reversed(list(blocks)):
-            assert refs[block] > 0, "release: the block is not held"
-            if refs[block] > 1 or others[block]:
+            if refs[block] != 1 or others[block]:
+                assert refs[block] > 0, "release: the block is not held"
                 self._refer(block, hold, -1)
                 continue
             refs[block] = 0
-            self._num_held[hold] -= 1
-            if block in self._published:
-                self._cached[block] = None
+            num_let_go += 1
+            if block in published:
+                cached[block] = None
             else:
-                self._free.append(block)
+                free.append(block)
+        self._num_held[hold] -= num_let_go
 
     def adopt(self, blocks: Iterable[int]) -> None:
         """Turn a reservation's references into a sequence's."""
         active, reserved = self._refs
+        num_taken_over = 0
         for block in blocks:
-            if not active[block]:
-                self._num_held[Hold.ACTIVE] += 1
-                self._num_held[Hold.RESERVED] -= 1
+            num_taken_over += not active[block]
             active[block] += 1
             reserved[block] -= 1
+        self._num_held[Hold.ACTIVE] += num_taken_over
+        self._num_held[Hold.RESERVED] -= num_taken_over
 
     def publish(self, block: int) -> None:
         """Keep the content of this held block when its last reference goes."""

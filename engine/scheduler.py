@@ -203,17 +203,32 @@ class Scheduler:
         is output, which no prompt that waits begins with.
         """
         running = self._running
-        if not 0 < len(running) <= self._config.max_num_batched_tokens:
-            return 0
-        if any(sequence.num_left != 1 or sequence.first_token_s is None for sequence in running):
-            return 0
-        if self._startable(self._config.max_num_batched_tokens - len(running)) is not None:
+        if not self._all_decode() or self._startable(self._config.max_num_batched_tokens - len(running)) is not None:
             return 0
         num_steps = min(map(self._stops.num_tokens_left, running))
         if self._num_blocks_lacking(num_steps) > self._pool.num_available:
             allowed = range(num_steps)
             num_steps = bisect_right(allowed, self._pool.num_available, key=self._num_blocks_lacking) - 1
         return num_steps
+
+    def grant_beside_decodes(self, now_s: float) -> list[Reservation]:
+        """What the next step would grant after its decodes, where it would do nothing else before; so that it may be skipped."""
+        plan = Plan()
+        budget = self._config.max_num_batched_tokens - len(self._running)
+        if not self._queued or not self._all_decode() or self._num_blocks_lacking(1) > self._pool.num_available:
+            return plan.reserved
+        for sequence in self._running:
+            self._can_grow(sequence, plan)
+        while (head := self._startable(budget)) is not None and head.state is SeqState.QUEUED:
+            head.started_s = now_s
+            self._grant(head, plan)
+        return plan.reserved
+
+    def _all_decode(self) -> bool:
+        """Whether a step would compute one token of every running sequence, none of them the first."""
+        running = self._running
+        fits = 0 < len(running) <= self._config.max_num_batched_tokens
+        return fits and all(s.num_computed + 1 == len(s.token_ids) and s.first_token_s is not None for s in running)
 
     def skip(self, num_steps: int, token: int) -> list[SequenceEnded]:
         """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`, which stops

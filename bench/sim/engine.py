@@ -22,7 +22,7 @@ from baton.request import Request
 from bench.sim.call import ANSWER_TOKEN
 from bench.sim.clock import Event
 from engine.block_pool import BlockPool
-from engine.ports import Sample, SequenceEnded, StepResult
+from engine.ports import Reservation, Sample, SequenceEnded, StepResult
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import StopRules
@@ -123,10 +123,12 @@ class SimEngine:
         ended = [over for command in self._commands if (over := command()) is not None]
         self._commands.clear()
         assert not ended, "an answer that ends with its first token is not handed over"
+        granted = self.scheduler.grant_beside_decodes(now_s) if self._fast else []
         num_steps = self.scheduler.steps_until_event() if self._fast else 0
         if num_steps:
-            return self._start_run(num_steps, now_s)
+            return self._start_run(num_steps, granted, now_s)
         plan = self.scheduler.schedule(now_s)
+        plan.reserved[:0] = granted
         if plan.chunks:
             self._is_stepping = True
             self._version += 1
@@ -152,10 +154,15 @@ class SimEngine:
 
     # Runs
 
-    def _start_run(self, num_steps: int, now_s: float) -> list[Event]:
+    def _start_run(self, num_steps: int, granted: list[Reservation], now_s: float) -> list[Event]:
+        """Its first step's end tells who was granted room."""
         self._is_stepping = True
         self._run = _Run(now_s, self.scheduler.num_running, self.scheduler.num_decode_context_tokens, num_steps)
-        return [self._run_end(self._run)]
+        events = [self._run_end(self._run)]
+        if granted:
+            result = StepResult(self.num_steps + 1, reserved=granted)
+            events.append(Event(now_s + self._elapsed_s(self._run, 1), partial(self._listener.after_step, result)))
+        return events
 
     def _run_end(self, run: _Run) -> Event:
         self._version += 1
