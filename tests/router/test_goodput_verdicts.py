@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from baton.errors import Internal
 from baton.model_files import ModelFiles
 from baton.slo import SLO, Verdict
@@ -123,3 +125,23 @@ async def test_a_call_that_failed_after_its_first_token_is_decode_s_miss(files: 
         window = windows(rig)["interactive"]
     assert (workers["prefill"].attainment, workers["decode"].attainment, window.num_failed) == (1.0, 0.0, 1)
     assert window.num_outputs == 0, "a cut answer says nothing of how long answers are"
+
+
+async def test_where_ttft_went_is_told_in_parts_that_sum_to_it(files: ModelFiles) -> None:
+    async with running_rig(files) as rig:
+        gate = rig.prefill.script.prefill_gate
+        gate.clear()
+        running = asyncio.create_task(rig.generate(request(max_tokens=2)))
+        await until(lambda: bool(rig.prefill.submits), "it is at the worker")
+        await asyncio.sleep(STALL_S)
+        gate.set()
+        await running
+        await rig.idle()
+        window, said = windows(rig)["interactive"], await scraped(rig)
+    parts = window.parts
+    assert (parts.num_calls, parts.queue_s, parts.prefill_s) == (1, 0.001, 0.002), "what the stub says of itself"
+    assert parts.admission_s + parts.queue_s + parts.prefill_s + parts.network_s == pytest.approx(window.ttft_s)
+    assert parts.network_s > STALL_S / 2
+    for part in ("admission", "queue", "prefill", "network"):
+        name = f'baton_time_to_first_token_part_seconds_count{{slo_class="interactive",part="{part}"}}'
+        assert said[name] == 1
