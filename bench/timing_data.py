@@ -60,9 +60,12 @@ class ServingRun:
 
 
 def calibration_folder() -> Path:
-    """Return where the calibration data is looked for: BATON_TRACES, else the `shared/traces` beside the repository."""
+    """Return where the calibration data is: in BATON_TRACES, else in `shared/traces` in the repository or beside it."""
+    repository = Path(__file__).parents[1]
     named = os.environ.get("BATON_TRACES")
-    return (Path(named) if named else Path(__file__).parents[2] / "shared" / "traces") / "calibration"
+    places = [Path(named)] if named else [repository / "shared" / "traces", repository.parent / "shared" / "traces"]
+    folders = [place / "calibration" for place in places]
+    return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
 def load_serving_runs(path: Path) -> list[ServingRun]:
