@@ -61,7 +61,8 @@ def _turns(lines: Iterable[str], gap_s: float) -> Iterator[_Turn]:
         if max(ids, default=0) >= _SESSION_IDS:
             raise TraceError(f"line {number}: h has the id {max(ids)}; the limit is {_SESSION_IDS - 1}")
         at_s = session * gap_s + last_s[name]
-        yield _Turn(at_s, session, row.count("in"), row.count("out"), row.count("p", least=0), array("I", ids))
+        output_tokens = max(1, row.count("out", least=0))  # 0: broken off before the first token
+        yield _Turn(at_s, session, row.count("in"), output_tokens, row.count("p", least=0), array("I", ids))
 
 
 def _rows(turns: Iterable[_Turn]) -> Iterator[TraceRow]:

@@ -163,6 +163,19 @@ def test_the_public_traces_have_the_rows_that_they_are_known_for(name: str, num_
     assert all(before.at_s <= after.at_s for before, after in pairwise(rows))
 
 
+@pytest.mark.slow
+def test_the_public_agentic_trace_repeats_most_of_what_it_says() -> None:
+    seen: set[int] = set()
+    num_rows = num_blocks = num_known = 0
+    for row in stream_agentic(Path(named(sources.AGENTIC))):
+        num_rows += 1
+        num_blocks += len(row.block_ids)
+        num_known += sum(block_id in seen for block_id in row.block_ids)
+        seen.update(row.block_ids)
+    assert num_rows == 49_334
+    assert num_known / num_blocks == pytest.approx(0.96, abs=0.03)
+
+
 def test_servegen_comes_at_the_recorded_rates_with_the_recorded_lengths() -> None:
     for name in sources.SERVEGEN:
         named(name)
