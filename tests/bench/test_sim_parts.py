@@ -117,6 +117,20 @@ def test_a_narrow_network_shows_in_the_handoff_gap_alone() -> None:
     assert narrow_s - wide_s == pytest.approx(800 * 131_072 / 1e9, rel=0.02)
 
 
+def test_whoever_is_told_the_time_sees_the_fleet_and_keeps_no_run_alive() -> None:
+    simulation = Simulation(Deployment(Layout(1, 1)), bounds=None)
+    seen: list[tuple[float, int]] = []
+
+    def tick(now_s: float) -> Iterable[Event]:
+        seen.append((now_s, sum(worker.num_running for worker in simulation.workers)))
+        return [Event(now_s + 1.0, tick)]
+
+    simulation.at(1.0, tick)
+    outcome = simulation.run([TraceRow(0.2, 100, 400), TraceRow(0.5, 100, 400)])
+    assert [at_s for at_s, _ in seen] == [float(second) for second in range(1, 1 + int(outcome.run_s))]
+    assert seen[0] == (1.0, 2)
+
+
 def test_what_no_pool_can_hold_is_refused_and_counted_as_missed() -> None:
     simulation = Simulation(Deployment(Layout(1, 1), max_pool_tokens=1_000))
     outcome = simulation.run([TraceRow(0.0, 5_000, 20), TraceRow(1.0, 100, 20)])
