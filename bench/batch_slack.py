@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from baton.slo import DEFAULT_CLASSES
@@ -26,7 +27,7 @@ from bench.overload import (
     Traffic,
     prefill_capacity,
 )
-from bench.overload_fleet import Fleet, Job, Outcome, Shape, _Live
+from bench.overload_fleet import Fleet, Job, Outcome, Shape, _Live, _Prefill
 from router.admission import Bounds
 from router.batch.pacer import LOOK_S, Pacer
 from router.service_tiers import BATCH
@@ -35,6 +36,7 @@ BATCH_SLO = DEFAULT_CLASSES[1]
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 SEEDS = (1, 2, 3, 4, 5)
 MAX_LINES = 256  # baton/config.py
+CHUNK_TOKENS = 512  # likewise: where a prompt may be given up
 RUN_S = 120.0
 BURST_S = 10.0  # of each 30 the load is twice as high; the other 20 s make up for it
 
@@ -74,6 +76,20 @@ class SharedFleet(Fleet):
         self.num_preempted += 1
         self._again.append(live.outcome.job)
         self._abandon(live)
+        if live.prefill is not None and live in live.prefill.queue:  # the chunk under way is not cut
+            self._at(
+                self.now_s + CHUNK_TOKENS / self.shape.tokens_per_s, partial(self._computed_if, live.prefill, live)
+            )
+
+    def _compute(self, prefill: _Prefill, after_s: float = 0.0) -> None:
+        live = prefill.queue[0]
+        took_s = after_s + self.shape.prompt_s + live.outcome.job.prompt_tokens / self.shape.tokens_per_s
+        self._at(self.now_s + took_s, partial(self._computed_if, prefill, live))
+
+    def _computed_if(self, prefill: _Prefill, live: _Live) -> None:
+        """Unless it was cut short."""
+        if prefill.queue and prefill.queue[0] is live:
+            self._computed(prefill)
 
     def _begin(self, job: Job) -> None:
         """A line that the policy turns away comes again."""
