@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 from baton.config import EmulationConfig, EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
 from baton.request import SamplingParams
 from baton.scaled_clock import slowed
+from baton.v1 import worker_pb2
 from engine.emulated_model import emulated_model
 from engine.emulated_runner import emulated_answer
 from engine.timing.step_time import Batch
-from tests.integration.fleet_rig import WorkerProcess, fleet, stopping
+from tests.integration.fleet_rig import Fleet, WorkerProcess, fleet, stopping
+from tests.router.router_rig import until
 from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_model
 
 TIME_SCALE = 10.0  # a decode step of the 70B on 4 H100 takes about 0.1 s then: 2 cores of CI keep up
@@ -93,3 +96,40 @@ async def test_streams_that_share_steps_and_network_cards_stay_exact(
         assert got.code is grpc.StatusCode.OK, got.details
         assert got.tokens == emulated_answer(prompt, GREEDY, NUM_TOKENS, VOCAB_SIZE, (EOS_TOKEN_ID,))
     assert "emulated over " in status
+
+
+async def test_the_controller_sees_goodput_of_both_pools_and_what_steps_computed(
+    pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
+) -> None:
+    async with fleet(model_dir, tmp_path, *pair) as made:
+        await made.until_ready()
+        await until(lambda: all(map(made.controller.view, ("prefill-0", "decode-0"))), "the controller hears both")
+        before = {worker: _load(made, worker) for worker in ("prefill-0", "decode-0")}
+        prompt = prompts(1, 333)[0][::-1]  # that nobody has cached
+        assert (await made.generate(prompt, NUM_TOKENS)).code is grpc.StatusCode.OK
+        measures = made.controller.measures
+        await until(
+            lambda: any(window.num_judged for window in measures.view(time.monotonic()).classes),
+            "the router has reported the call's end",
+        )
+        await until(lambda: all(_load(made, name).busy_s > old.busy_s for name, old in before.items()), "both said so")
+        goodput = (await made.admin.get("/admin/v1/goodput")).json()
+        prefill, decode = _load(made, "prefill-0"), _load(made, "decode-0")
+        status = await made.status()
+    window = goodput["classes"]["interactive"]["30s"]
+    assert (window["num_judged"], window["arrived_per_s"] > 0, window["prompt_tokens"]["mean"]) == (1, True, 333)
+    parts_ms = window["ttft_parts_ms"]
+    assert sum(parts_ms.values()) == pytest.approx(window["ttft_ms"], rel=0.01)
+    assert parts_ms["prefill"] >= emulated_ms(Batch(((333, 0),)))
+    assert goodput["workers"]["prefill"]["prefill-0"]["30s"]["num_calls"] == 1
+    assert goodput["workers"]["decode"]["decode-0"]["30s"]["num_calls"] == 1
+    assert prefill.step_tokens - before["prefill-0"].step_tokens == 333
+    assert prefill.prompt_pairs - before["prefill-0"].prompt_pairs == 333 * 334 / 2
+    assert 1e3 * (prefill.busy_s - before["prefill-0"].busy_s) >= emulated_ms(Batch(((333, 0),)))
+    assert decode.context_tokens > before["decode-0"].context_tokens
+    assert "interactive: " in status
+
+
+def _load(made: Fleet, worker_id: str) -> worker_pb2.Load:
+    view = made.controller.view(worker_id)
+    return view.load if view is not None else worker_pb2.Load()
