@@ -120,7 +120,7 @@ class BatchConfig:
     """Files and batches over HTTP (docs/batch.md)."""
 
     enabled: bool = True  # where there is a folder
-    folder: str = ""  # of files and results, shared by all routers; "" = no batches. `baton up` names one in the run folder
+    folder: str = ""  # of files and results, shared by all routers; "" = no batches. `baton up` names one
     database: str = ""  # of their rows; "" = an SQLite file in the folder. `baton up` names controller.database
     max_file_bytes: int = 200 << 20  # of one input file; this and the next as OpenAI has them
     max_lines: int = 50_000
@@ -195,7 +195,7 @@ class ControllerConfig:
     shared_ports: bool = False  # as a router's
     # Of SLO classes, settings and decisions: sqlite:///file or postgresql://...; "" = an SQLite file in the run folder
     database: str = ""
-    admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two tokens alone. router/controller/admin_tokens.py
+    admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two alone. docs/slo.md
     require_reason: bool = False  # true: each change of SLO classes must say why; mode, budget and imports always must
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
     heartbeat_s: float = 0.5
