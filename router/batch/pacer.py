@@ -24,9 +24,9 @@ GROW_S = 0.25  # what was released is in the workers' reports by then: half a he
 HOLD_S = 1.0  # two heartbeats: pressure that comes in bursts is one pressure
 GROWTH = 0.25
 FIRST = 4  # lines to begin with, and that may begin at one look
-# Of a decode pool's seats that stay free for who comes: while seats were never short of late, and for a while behind that.
+# Of a decode pool's seats that stay free for who comes: where seats were not short for CALM_S, and else.
 # measured: docs/batch.md
-CALM_RESERVE, RESERVE = 0.2, 0.5
+CALM_RESERVE, RESERVE = 0.2, 0.65
 CALM_S = 300.0  # traffic that bursts once in five minutes is not calm
 
 
@@ -44,10 +44,13 @@ class Pacer:
     def __init__(self, max_lines: int) -> None:
         self._max_lines = max_lines
         self._num_shed = 0
-        self._grow_after_s = self._calm_after_s = -math.inf
+        self._grow_after_s = -math.inf
+        self._calm_after_s: float | None = None  # who has seen nothing yet does not call it calm
 
     def look(self, slack: Slack, num_running: int, num_starting: int, now_s: float) -> Allowance:
         """What may run from now on."""
+        if self._calm_after_s is None:
+            self._calm_after_s = now_s + CALM_S
         was_shed, self._num_shed = slack.num_shed > self._num_shed, slack.num_shed
         is_pressed = bool(slack.num_waiting or was_shed)
         if slack.num_free < 0 or (is_pressed and slack.num_free < 1):

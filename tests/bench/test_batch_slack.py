@@ -16,4 +16,4 @@ def test_interactive_attainment_loses_at_most_a_point_beside_a_batch_that_uses_t
     for row in found:
         assert row.attainment_alone > 0.9
         assert row.loss_points <= 1.0, row
-        assert row.batch_tokens_per_s > 100, row
+        assert row.batch_tokens_per_s > 50, row

@@ -17,6 +17,13 @@ def slack(**fields: Any) -> Slack:
     return replace(Slack(num_waiting=0, num_shed=0, has_lane=True, num_free=80, num_decoding=20), **fields)
 
 
+def calm() -> Pacer:
+    """One that has seen no want of seats for long enough."""
+    pacer = Pacer(256)
+    pacer.look(slack(has_lane=False), 0, 0, -CALM_S)
+    return pacer
+
+
 def looks(pacer: Pacer, left: Slack, num_running: int, now_s: float) -> int:
     """How many may run, where all of them have begun."""
     return pacer.look(left, num_running, 0, now_s).num_running
@@ -49,13 +56,13 @@ def test_it_grows_by_a_quarter_each_time_and_not_for_a_while_behind_want_of_seat
 
 
 def test_a_reserve_of_seats_is_left_and_restored_before_anybody_waits() -> None:
-    assert looks(Pacer(256), slack(num_free=22, num_decoding=78), 70, 0.0) == 72
-    assert looks(Pacer(256), slack(num_free=20, num_decoding=80), 70, 0.0) == 70
-    assert looks(Pacer(256), slack(num_free=9, num_decoding=91), 70, 0.0) == 59
+    assert looks(calm(), slack(num_free=22, num_decoding=78), 70, 0.0) == 72
+    assert looks(calm(), slack(num_free=20, num_decoding=80), 70, 0.0) == 70
+    assert looks(calm(), slack(num_free=9, num_decoding=91), 70, 0.0) == 59
 
 
 def test_the_reserve_is_larger_for_a_while_behind_want_of_seats() -> None:
-    pacer = Pacer(256)
+    pacer = calm()
     looks(pacer, slack(num_waiting=1, num_free=0), 2, 0.0)
     assert looks(pacer, slack(num_free=50, num_decoding=50), 50, CALM_S - 0.1) == 50
     assert looks(pacer, slack(num_free=50, num_decoding=50), 50, CALM_S) == 63
