@@ -204,11 +204,13 @@ async def test_keys_are_asked_for_on_both_apis_and_what_they_allow_is_kept(files
             for headers in ({}, {"authorization": "Bearer bk-guess"}):
                 response = await rig.http.post(path, json=body, headers=headers)
                 assert response.status_code == 401
+                assert response.headers["x-request-id"]
                 assert (response.json()["error"]["code"], response.json()["error"]["param"]) == (
                     "unauthenticated",
                     "authorization",
                 )
-        assert (await rig.http.get("/v1/models")).status_code == 401
+        unknown = await rig.http.get("/v1/models", headers={"x-request-id": "mine"})
+        assert (unknown.status_code, unknown.headers["x-request-id"]) == (401, "mine")
         assert (await rig.http.get("/v1/models", headers=by("light"))).status_code == 200
         assert (await rig.http.get("/readyz")).status_code == 200
         answer = await rig.generate(request())
