@@ -246,11 +246,14 @@ class Endpoint:
             self.health.lost(now_s)
             self._judged = None
 
-    async def close(self) -> None:
-        """Give up the row, then the Session; the row is free once nothing of it can come any more."""
-        table = self._fleet.table
+    def vacate(self) -> None:
+        """From now on nothing is placed here."""
         self._left = True
-        table.clear(self.row)
+        self._fleet.table.clear(self.row)
+
+    async def close(self) -> None:
+        """End the Session of a vacated Endpoint; its row is free once nothing of it can come any more."""
+        table = self._fleet.table
         await self.session.close()
         self._fleet.prefixes.forget(self.row)
         self._fleet.expected.forget(self.row)
@@ -364,6 +367,7 @@ class Fleet:
     def _close(self, key: str) -> None:
         endpoint = self._endpoints.pop(key)
         log.info("endpoint_removed", worker=endpoint.worker_id, address=endpoint.session.address)
+        endpoint.vacate()
         del self._by_row[endpoint.row]
         task = asyncio.create_task(endpoint.close())
         self._closing.add(task)
