@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,9 @@ async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of
         assert sum(float(count) for _, count in outcomes) == len(calls)
 
 
-async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path: Path) -> None:
+async def test_a_tenant_aborts_its_own_calls_only_also_once_its_limits_are_others(
+    files: ModelFiles, tmp_path: Path
+) -> None:
     workers = await slow_pair()
     async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
         task = asyncio.create_task(post(rig, by("heavy", **{"x-request-id": "mine"})))
@@ -299,7 +302,7 @@ async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path:
         calls = rig.front_end.calls
         tenants = calls.keys.ring.tenants
         assert calls.abort(tenants["light"], "mine") == 0
-        assert calls.abort(tenants["heavy"], "mine") == 1
+        assert calls.abort(replace(tenants["heavy"], weight=2.0), "mine") == 1
         assert (await task).status_code == 499
         await rig.idle()
 
