@@ -61,10 +61,12 @@ class Intake:
             self._num_reads = min(MAX_READS_PER_TURN, self._num_reads + 1)
         else:
             self._num_reads = max(1, self._num_reads // 2)
-        for _ in range(min(self._num_reads, len(self._waiting))):
-            self._waiting.popleft().parse()
-        if self._waiting:
-            self._loop.call_soon(self._take)
+        try:
+            for _ in range(min(self._num_reads, len(self._waiting))):
+                self._waiting.popleft().parse()
+        finally:  # what goes wrong with one connection must not end the parsing of all others
+            if self._waiting:
+                self._loop.call_soon(self._take)
 
 
 class Connections:
