@@ -2,7 +2,7 @@
 
 The fleet is told whole (`apply`), never patched, so a lost message cannot leave a ghost. While the controller is away the
 last fleet stays. Sessions live and die with their Endpoint; liveness is the Session's own business, never the controller's.
-Every count of work in flight is a Hold, tied to a `with` block. Event loop only.
+Every count of work in flight is a Hold, which the attempt that has it releases, however it ends. Event loop only.
 """
 
 from __future__ import annotations
