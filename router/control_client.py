@@ -98,6 +98,8 @@ class ControlClient:
                     await self._report_over(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
                 log.debug("report_failed", reason=why_failed(error))
+            except Exception:  # RPC boundary: a report that cannot be made must not end the reporting
+                log.exception("report_failed")
             await self._pause()
 
     async def _report_over(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
