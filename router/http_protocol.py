@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 EXTENSION = "baton.exchange"
 
 # Reads per turn of the loop, each of which may start a request: fewer where turns take longer than they should, since a token
-# of a stream that runs waits for two of them. A tenth of the gap that a stream may be late by.
+# of a stream that runs waits for two of them: 16 ms, of the 20 that it may be late by.
 MAX_READS_PER_TURN = 8
 TURN_S = 0.008
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
