@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
@@ -352,6 +352,8 @@ class Calls:
                 outcome = "cancelled"
         except BaseException as error:
             outcome = _outcome(error, call)
+            if call is None and isinstance(error, Overloaded) and error.field:
+                slo = None  # a limit of the caller's key says nothing of the class
             raise
         finally:
             if place is not None:

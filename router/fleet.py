@@ -385,6 +385,11 @@ class Fleet:
     def endpoints(self) -> list[Endpoint]:
         return list(self._endpoints.values())
 
+    def epoch_of(self, worker_id: str) -> int:
+        """The life that a worker is in; 0 = it is not connected."""
+        row = self._table.row_of.get(worker_id)
+        return self._by_row[row].session.epoch if row is not None else 0
+
     def on_change(self, endpoint: Endpoint) -> None:
         """A Session came, went, or said something new of its worker's state or links."""
         endpoint.tell_health(time.monotonic())

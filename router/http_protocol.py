@@ -57,10 +57,11 @@ class Intake:
 
     def _take(self) -> None:
         last_s, self._took_s = self._took_s, time.monotonic()
-        if self._took_s - last_s < TURN_S:
+        turn_s = self._took_s - last_s
+        if turn_s < TURN_S:
             self._num_reads = min(MAX_READS_PER_TURN, self._num_reads + 1)
-        else:
-            self._num_reads = max(1, self._num_reads // 2)
+        else:  # but one for every two TURN_S, whatever it is that takes long
+            self._num_reads = max(1, int(turn_s / TURN_S) // 2, self._num_reads // 2)
         try:
             for _ in range(min(self._num_reads, len(self._waiting))):
                 self._waiting.popleft().parse()
@@ -264,6 +265,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._intake = intake
         self._all = all_connections
         self._unparsed: list[bytes] = []
+        self._arrived_s = 0.0  # monotonic: when the oldest of it came
         self._exchange: Exchange | None = None  # of the request that is being received
         self._head_bytes = 0  # of its head, while that is not complete, without the part that is being parsed
         self._part_bytes = 0
@@ -304,7 +306,14 @@ class FrontDoorProtocol(HttpToolsProtocol):
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Only takes note; what comes while the first part still waits stops the reading, so that two parts at most wait."""
+        """Only takes note, but of a body, which begins no request. What comes while the first part still waits stops the
+        reading, so that two parts at most wait."""
+        if self._exchange is not None and not self._exchange.body_waits and not self._unparsed:
+            self._part_bytes = len(data)
+            self._feed(data)
+            return
+        if not self._unparsed:
+            self._arrived_s = time.monotonic()
         self._unparsed.append(data)
         if len(self._unparsed) == 1:
             self._intake.add(self)
@@ -372,7 +381,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 raise _NotForUs
         self._all.busy(self)
-        exchange = self._exchange = Exchange(self, time.monotonic())
+        exchange = self._exchange = Exchange(self, self._arrived_s)
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
         super().on_headers_complete()
         exchange.cycle = self.cycle

@@ -69,7 +69,8 @@ async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_d
         assert text == whole
         assert answer.done is not None
         assert answer.done.usage.completion_tokens == 60
-        assert rig.prefill.submits[-1].request.num_output_tokens >= 20
+        submits = [*rig.prefill.submits, *rig.decode.submits]  # so few tokens may be computed on decode
+        assert max(submit.request.num_output_tokens for submit in submits) >= 20
         await until(lambda: not rig.prefill.num_open and not rig.decode.num_open, "nothing runs on")
 
 

@@ -240,6 +240,20 @@ async def test_a_key_s_concurrency_is_in_sequences_and_comes_back(files: ModelFi
         assert quotas.num_seqs(rig.front_end.calls.keys.ring.tenants["narrow"]) == 0
 
 
+async def test_what_a_key_may_not_do_is_no_miss_of_its_class(files: ModelFiles, tmp_path: Path) -> None:
+    workers = await slow_pair()
+    async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        background(tasks, post(rig, by("narrow"), n=2))
+        await until(lambda: admission(rig).num_seqs == 2, "the key has what it may have")
+        assert (await post(rig, by("narrow"))).status_code == 429
+        workers[0].script.prefill_gate.set()
+        await asyncio.gather(*tasks)
+        await rig.idle()
+        [verdicts] = [v for v in rig.front_end.calls._slo_watch.totals() if v.class_name == "batch"]
+        assert (verdicts.num_met, verdicts.num_failed) == (1, 0)
+
+
 async def test_a_prompt_that_misses_its_class_s_target_on_an_idle_fleet_waits_where_one_that_asks_is_refused(
     files: ModelFiles,
 ) -> None:
