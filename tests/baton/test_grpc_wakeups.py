@@ -24,7 +24,7 @@ def test_events_that_come_together_are_taken_in_a_few_slow_turns_of_the_loop() -
     assert int(done.stdout) < 2_000
 
 
-def test_sockets_that_open_meanwhile_are_left_alone_by_who_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sockets_that_open_meanwhile_are_left_alone_by_who_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     grpc_wakeups.never_block()
     pairs: list[tuple[socket.socket, socket.socket]] = []
     monkeypatch.setattr(grpc.aio, "init_grpc_aio", lambda: pairs.append(socket.socketpair()))
