@@ -132,7 +132,8 @@ async def refuse_unread(exchange: Exchange, receive: Receive, error: BatonError,
     exchange.close_after()
     exchange.write(exchange.head(error.http_status, _json_fields(body) + request_id_field(request_id)) + body)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_discard(receive), DISCARD_S)
+        async with asyncio.timeout(DISCARD_S):
+            await _discard(receive)
     exchange.end()
 
 

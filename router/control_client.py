@@ -111,7 +111,8 @@ class ControlClient:
 
     async def _pause(self, pause_s: float = REPORT_S) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._hurry.wait()
         self._hurry.clear()
 
     def _channel(self) -> grpc.aio.Channel:

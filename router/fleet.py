@@ -635,6 +635,7 @@ class Fleet:
         if hopeless or left_s <= 0:
             raise Unavailable(reason, retry_after_s=RESTART_S)
         try:
-            await asyncio.wait_for(changed.wait(), left_s)
+            async with asyncio.timeout(left_s):  # `wait_for` of Python 3.11 loses a cancel that comes with the event
+                await changed.wait()
         except TimeoutError:
             raise Unavailable(reason, retry_after_s=RESTART_S) from None
