@@ -237,7 +237,7 @@ class Endpoint:
             return
         last, self._sampled = self._sampled, (view.load.num_steps, view.load.prompt_tokens_computed)
         num_steps, num_prompt_tokens = self._sampled
-        if num_steps > last[0] and num_prompt_tokens == last[1] and view.load.num_running:
+        if num_steps > last[0] and num_prompt_tokens == last[1] and view.load.num_running and view.load.step_ms:
             self.health.stepped(view.load.num_running, 1e-3 * view.load.step_ms)
 
     def leave(self, now_s: float) -> None:
