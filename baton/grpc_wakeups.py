@@ -10,12 +10,14 @@ A write end that does not block loses nothing: where the socket is full, the loo
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 
 import grpc.aio
 
 
+@functools.cache  # once: what opens between two looks later on is somebody else's
 def never_block() -> None:
     """Call it before this process first uses grpc.aio; later calls do nothing."""
     before = _sockets()

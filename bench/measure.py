@@ -93,7 +93,7 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    ordered = sorted(values)
+    ordered = sorted(map(float, values))
     if not ordered:
         return Percentiles(n=0)
     return Percentiles(

@@ -173,4 +173,4 @@ def request_row(record: Record, started_s: float) -> dict[str, object]:
 
 
 def dump(document: object) -> bytes:
-    return orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2) + b"\n"
+    return orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n"

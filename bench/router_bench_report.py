@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -44,7 +45,7 @@ def print_report(report: Report) -> None:
         print_figures(router.figures)
         for grpc in router.grpc:
             print(
-                f"  {grpc.kind.value}: CPU {grpc.us_per_token:.1f} us per token; {' and '.join(map(describe, grpc.windows))}"
+                f"  {grpc.kind.value}: CPU {told(grpc.us_per_token)} per token; {' and '.join(map(describe, grpc.windows))}"
             )
     for peer in report.peers:
         print(f"\n{peer.does}")
@@ -87,6 +88,11 @@ def lines(figures: Figures) -> Iterator[str]:
             f"{start.starting} streams start at once: the {start.running} running ones stall {start.stall_ms:.1f} ms (before: "
             f"{start.before_ms:.1f}); {start.started} had a first token, the last after {start.last_first_token_s:.2f} s"
         )
+
+
+def told(us_per_token: float) -> str:
+    """NaN: the client had no more tokens of many streams than of few."""
+    return "no figure" if math.isnan(us_per_token) else f"{us_per_token:.1f} us"
 
 
 def ranged(values: Spread) -> str:

@@ -152,6 +152,8 @@ class Admission:
         measured = [load.tokens_per_s for load in prefills if math.isfinite(load.tokens_per_s)]
         typical = sum(measured) / len(measured) if measured else math.inf
         self._rates = {p.worker_id: p.tokens_per_s if math.isfinite(p.tokens_per_s) else typical for p in prefills}
+        for gone in self._began_s.keys() - self._rates.keys():
+            del self._began_s[gone]
         ours = self._given(now_s)
         lanes = []
         for load in prefills:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
+import secrets
 from collections.abc import Mapping
 
 import orjson
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope
 from baton.errors import BatonError, InvalidRequest
 from router.http_protocol import Exchange
 from router.labels import EXPLAIN, REQUEST_ID
+from router.validate import MAX_LABEL_CHARS
 
 # A client that is still sending cannot read our refusal: take in what it sends, but not for ever. Several times the largest
 # body a well-meaning client sends, at loopback speed.
@@ -89,8 +91,15 @@ def parse_json(body: bytes) -> object:
 
 
 def headers(scope: Scope) -> Mapping[str, str]:
-    """Names in lower case; where one is repeated the last wins."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    """Names in lower case; where one is repeated the last wins. A request id is always among them."""
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    fields[REQUEST_ID] = request_id_of(fields)
+    return fields
+
+
+def request_id_of(fields: Mapping[str, str]) -> str:
+    """What the caller calls its request; drawn where it does not say."""
+    return fields.get(REQUEST_ID) or secrets.token_hex(16)
 
 
 def send_json(exchange: Exchange, status: int, value: object, fields: bytes = b"") -> None:
@@ -112,18 +121,19 @@ def error_body(error: BatonError) -> dict[str, object]:
     }
 
 
-def send_error(exchange: Exchange, error: BatonError) -> None:
+def send_error(exchange: Exchange, error: BatonError, request_id: str) -> None:
     fields = b"retry-after: %d\r\n" % math.ceil(error.retry_after_s) if error.retry_after_s else b""
-    send_json(exchange, error.http_status, error_body(error), fields)
+    send_json(exchange, error.http_status, error_body(error), request_id_field(request_id) + fields)
 
 
-async def refuse_unread(exchange: Exchange, receive: Receive, error: BatonError) -> None:
+async def refuse_unread(exchange: Exchange, receive: Receive, error: BatonError, request_id: str) -> None:
     """Answer before the body was read, and keep taking it in for a while so that the client gets to the answer."""
     body = orjson.dumps(error_body(error))
     exchange.close_after()
-    exchange.write(exchange.head(error.http_status, _json_fields(body)) + body)
+    exchange.write(exchange.head(error.http_status, _json_fields(body) + request_id_field(request_id)) + body)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_discard(receive), DISCARD_S)
+        async with asyncio.timeout(DISCARD_S):
+            await _discard(receive)
     exchange.end()
 
 
@@ -146,5 +156,5 @@ def explanation_field(text: str) -> bytes:
 
 
 def request_id_field(request_id: str) -> bytes:
-    """The header line that tells a caller what its call is known by."""
-    return b"%b: %b\r\n" % (REQUEST_ID.encode(), request_id.encode("latin-1", "replace"))
+    """The header line that tells a caller what its call is known by; cut, where it is refused for its length."""
+    return b"%b: %b\r\n" % (REQUEST_ID.encode(), request_id[:MAX_LABEL_CHARS].encode("latin-1", "replace"))

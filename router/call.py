@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, Unauthenticated, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
@@ -300,7 +300,8 @@ class Calls:
 
     def abort(self, tenant: Tenant, request_id: str) -> int:
         """End the tenant's calls that carry this label; returns how many."""
-        named = [call for call in self._running if call.request_id == request_id and call.spec.tenant == tenant]
+        running = [call for call in self._running if call.request_id == request_id]
+        named = [call for call in running if call.spec.tenant.name == tenant.name]  # its limits may be others since
         for call in named:
             call.fail(Cancelled("the call was aborted"))
         self.resumable.forget(tenant.name, request_id)
@@ -374,6 +375,8 @@ class Calls:
                 outcome = "cancelled"
         except BaseException as error:
             outcome = _outcome(error, call)
+            if call is None and isinstance(error, Overloaded) and error.field:
+                slo = None  # a limit of the caller's key says nothing of the class
             raise
         finally:
             if place is not None:

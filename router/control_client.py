@@ -116,6 +116,8 @@ class ControlClient:
                     await self._report_over(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
                 log.debug("report_failed", reason=why_failed(error))
+            except Exception:  # RPC boundary: a report that cannot be made must not end the reporting
+                log.exception("report_failed")
             await self._pause()
 
     async def _report_over(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
@@ -127,7 +129,8 @@ class ControlClient:
 
     async def _pause(self, pause_s: float = REPORT_S) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._hurry.wait()
         self._hurry.clear()
 
     def _channel(self) -> grpc.aio.Channel:

@@ -2,7 +2,7 @@
 
 The fleet is told whole (`apply`), never patched, so a lost message cannot leave a ghost. While the controller is away the
 last fleet stays. Sessions live and die with their Endpoint; liveness is the Session's own business, never the controller's.
-Every count of work in flight is a Hold, tied to a `with` block. Event loop only.
+Every count of work in flight is a Hold, which the attempt that has it releases, however it ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Endpoint:
             return
         last, self._sampled = self._sampled, (view.load.num_steps, view.load.prompt_tokens_computed)
         num_steps, num_prompt_tokens = self._sampled
-        if num_steps > last[0] and num_prompt_tokens == last[1] and view.load.num_running:
+        if num_steps > last[0] and num_prompt_tokens == last[1] and view.load.num_running and view.load.step_ms:
             self.health.stepped(view.load.num_running, 1e-3 * view.load.step_ms)
 
     def leave(self, now_s: float) -> None:
@@ -246,11 +246,14 @@ class Endpoint:
             self.health.lost(now_s)
             self._judged = None
 
-    async def close(self) -> None:
-        """Give up the row, then the Session; the row is free once nothing of it can come any more."""
-        table = self._fleet.table
+    def vacate(self) -> None:
+        """From now on nothing is placed here."""
         self._left = True
-        table.clear(self.row)
+        self._fleet.table.clear(self.row)
+
+    async def close(self) -> None:
+        """End the Session of a vacated Endpoint; its row is free once nothing of it can come any more."""
+        table = self._fleet.table
         await self.session.close()
         self._fleet.prefixes.forget(self.row)
         self._fleet.expected.forget(self.row)
@@ -364,6 +367,7 @@ class Fleet:
     def _close(self, key: str) -> None:
         endpoint = self._endpoints.pop(key)
         log.info("endpoint_removed", worker=endpoint.worker_id, address=endpoint.session.address)
+        endpoint.vacate()
         del self._by_row[endpoint.row]
         task = asyncio.create_task(endpoint.close())
         self._closing.add(task)
@@ -380,6 +384,11 @@ class Fleet:
     @property
     def endpoints(self) -> list[Endpoint]:
         return list(self._endpoints.values())
+
+    def epoch_of(self, worker_id: str) -> int:
+        """The life that a worker is in; 0 = it is not connected."""
+        row = self._table.row_of.get(worker_id)
+        return self._by_row[row].session.epoch if row is not None else 0
 
     def on_change(self, endpoint: Endpoint) -> None:
         """A Session came, went, or said something new of its worker's state or links."""
@@ -626,6 +635,7 @@ class Fleet:
         if hopeless or left_s <= 0:
             raise Unavailable(reason, retry_after_s=RESTART_S)
         try:
-            await asyncio.wait_for(changed.wait(), left_s)
+            async with asyncio.timeout(left_s):  # `wait_for` of Python 3.11 loses a cancel that comes with the event
+                await changed.wait()
         except TimeoutError:
             raise Unavailable(reason, retry_after_s=RESTART_S) from None

@@ -11,17 +11,19 @@ router/bulk_session.py. Keepalive, message sizes and ages of connections, and wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, ConfigError, Internal, NotFound, Unauthenticated
+from baton.errors import BatonError, ConfigError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
 from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2, serving_pb2_grpc
@@ -39,7 +41,8 @@ from router.validate import MAX_TIMEOUT_S
 
 log = get_log("router.grpc")
 
-SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
+SERVING = serving_pb2.DESCRIPTOR.services_by_name["Serving"]
+SERVICE = SERVING.full_name
 # Room above max_body_bytes in which our own check, which names the field, answers instead of grpc's.
 SLACK_BYTES = 64 << 10
 MAX_REPLY_BYTES = 4 << 20  # one event: 20 logprobs take 1 KiB, held-back text at most 512 characters
@@ -77,11 +80,12 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
         try:
             await BulkSession(self._calls, self._config, _metadata(context), context).run(request_iterator)
         except BatonError as error:
-            await context.abort(status_code(error), status_message(error), trailing_metadata(error))
+            await _abort(context, error)
+        except DecodeError:
+            await _abort(context, _unreadable())
         except Exception:
             log.exception("session_failed")
-            defect = Internal("an internal error ended the stream")
-            await context.abort(status_code(defect), status_message(defect), trailing_metadata(defect))
+            await _abort(context, Internal("an internal error ended the stream"))
 
     async def _answer(self, request: CallMessage, context: Context) -> None:
         try:
@@ -174,11 +178,25 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
         workers = [_worker_load(endpoint) for endpoint in self._fleet.endpoints]
         return serving_pb2.GetLoadsResponse(workers=workers, num_inflight=self._calls.num_inflight)
 
+    async def refuse_unread(self, context: Context, method: str) -> NoReturn:
+        """Answer bytes that are no message of `method`."""
+        error = _unreadable()
+        if method in ("Generate", "Resume"):
+            self._calls.refused("grpc", error)
+            await _fail(context, error)
+        await _abort(context, error)
+
     async def _tenant(self, context: Context) -> Tenant:
         try:
             return self._calls.tenant(_metadata(context))
         except Unauthenticated as error:
             await _abort(context, error)
+
+
+def _unreadable() -> InvalidRequest:
+    return InvalidRequest(
+        "the message cannot be read: its bytes, or those of a text in it, are damaged", field="message"
+    )
 
 
 def _stuck() -> ClientStuck:
@@ -220,7 +238,7 @@ class GrpcServer:
                 ("grpc.max_connection_age_grace_ms", int(MAX_TIMEOUT_S * 1e3)),  # no call may be cut by it
             )
         )
-        serving_pb2_grpc.add_ServingServicer_to_server(api, self._server)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(api)),))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # left out of its stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -252,6 +270,36 @@ class GrpcServer:
         await self._server.stop(SHUTDOWN_S)
         if self._leaving is not None:
             await self._leaving
+
+
+def _handlers(api: ServingApi) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """As the generated code makes them, but that single messages are read by us: what cannot be read is the client's fault,
+    and grpc says UNKNOWN."""
+    made: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in SERVING.methods:
+        kind, handle = GetMessageClass(method.input_type), getattr(api, method.name)
+        write = GetMessageClass(method.output_type).SerializeToString
+        if method.client_streaming:
+            made[method.name] = grpc.stream_stream_rpc_method_handler(handle, kind.FromString, write)
+        else:
+            new = (
+                grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+            )
+            made[method.name] = new(_reading(api, method.name, kind, handle), None, write)
+    return made
+
+
+def _reading(
+    api: ServingApi, method: str, kind: type[Message], handle: Callable[[Any, Context], Awaitable[object]]
+) -> Callable[[bytes, Context], Awaitable[object]]:
+    async def read(data: bytes, context: Context) -> object:
+        try:
+            request = kind.FromString(data)
+        except DecodeError:
+            await api.refuse_unread(context, method)
+        return await handle(request, context)
+
+    return read
 
 
 def _address(host: str, port: int) -> str:

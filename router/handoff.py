@@ -100,6 +100,7 @@ class Attempt:
         self._num_reroutes = 0
         self._prefill_error: BatonError | None = None  # fatal unless decode turns out to have the sequence
         self.blamed = placed.prefill.worker_id  # whom to avoid when this attempt fails
+        self.epochs = {worker_id: session.epoch for worker_id, session in self._sessions.items()}  # of all it went to
         self.fingerprint = ""  # of the workers' model
 
     async def run(self) -> None:
@@ -392,6 +393,7 @@ class Attempt:
         self.blamed = lost.worker_id
         self._decode = placed.decode
         self._sessions[placed.decode.worker_id] = placed.decode.session
+        self.epochs[placed.decode.worker_id] = placed.decode.session.epoch
         self._may_hold.add(placed.decode.worker_id)
         if self._decode_hold is not None:
             self._decode_hold.release()

@@ -205,9 +205,9 @@ def judge_pace(pool: Sequence[Health], now_s: float) -> None:
 
 
 def _median_of_others(values: Sequence[float], own: float) -> float:
-    """Of sorted values, without one that equals `own`; inf where there is no other."""
+    """Of sorted values, without one that equals `own`; inf where there is no other, or nothing took any time."""
     at, last = bisect_left(values, own), len(values) - 2
     if last < 0:
         return math.inf
     low, high = (values[index if index < at else index + 1] for index in (last // 2, (last + 1) // 2))
-    return (low + high) / 2
+    return (low + high) / 2 or math.inf

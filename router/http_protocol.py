@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 EXTENSION = "baton.exchange"
 
 # Reads per turn of the loop, each of which may start a request: fewer where turns take longer than they should, since a token
-# of a stream that runs waits for two of them. A tenth of the gap that a stream may be late by.
+# of a stream that runs waits for two of them: 16 ms, of the 20 that it may be late by.
 MAX_READS_PER_TURN = 8
 TURN_S = 0.008
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; four times what common proxies let through
@@ -57,14 +57,17 @@ class Intake:
 
     def _take(self) -> None:
         last_s, self._took_s = self._took_s, time.monotonic()
-        if self._took_s - last_s < TURN_S:
+        turn_s = self._took_s - last_s
+        if turn_s < TURN_S:
             self._num_reads = min(MAX_READS_PER_TURN, self._num_reads + 1)
-        else:
-            self._num_reads = max(1, self._num_reads // 2)
-        for _ in range(min(self._num_reads, len(self._waiting))):
-            self._waiting.popleft().parse()
-        if self._waiting:
-            self._loop.call_soon(self._take)
+        else:  # but one for every two TURN_S, whatever it is that takes long
+            self._num_reads = max(1, int(turn_s / TURN_S) // 2, self._num_reads // 2)
+        try:
+            for _ in range(min(self._num_reads, len(self._waiting))):
+                self._waiting.popleft().parse()
+        finally:  # what goes wrong with one connection must not end the parsing of all others
+            if self._waiting:
+                self._loop.call_soon(self._take)
 
 
 class Connections:
@@ -262,6 +265,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         self._intake = intake
         self._all = all_connections
         self._unparsed: list[bytes] = []
+        self._arrived_s = 0.0  # monotonic: when the oldest of it came
         self._exchange: Exchange | None = None  # of the request that is being received
         self._head_bytes = 0  # of its head, while that is not complete, without the part that is being parsed
         self._part_bytes = 0
@@ -302,7 +306,14 @@ class FrontDoorProtocol(HttpToolsProtocol):
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Only takes note; what comes while the first part still waits stops the reading, so that two parts at most wait."""
+        """Only takes note, but of a body, which begins no request. What comes while the first part still waits stops the
+        reading, so that two parts at most wait."""
+        if self._exchange is not None and not self._exchange.body_waits and not self._unparsed:
+            self._part_bytes = len(data)
+            self._feed(data)
+            return
+        if not self._unparsed:
+            self._arrived_s = time.monotonic()
         self._unparsed.append(data)
         if len(self._unparsed) == 1:
             self._intake.add(self)
@@ -370,7 +381,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 raise _NotForUs
         self._all.busy(self)
-        exchange = self._exchange = Exchange(self, time.monotonic())
+        exchange = self._exchange = Exchange(self, self._arrived_s)
         self.scope["extensions"] = {EXTENSION: exchange}  # type: ignore[dict-item]  # an object of ours
         super().on_headers_complete()
         exchange.cycle = self.cycle

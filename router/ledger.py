@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = get_log("router.call")
 
 # How calls end that nobody but their caller is to blame for: no class's target was missed.
-_CALLERS_OWN = ("invalid_request", "not_found", "cancelled")
+_CALLERS_OWN = ("invalid_request", "not_found", "already_exists", "cancelled")
 
 
 class Ledger:

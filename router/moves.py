@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, Unavailable
@@ -49,19 +49,19 @@ class Sequences:
         Raises:
             BatonError: the sequence did not finish; tokens may already have been given to `sink`.
         """
-        avoid, num_failed, fingerprint = frozenset[str](), 0, job.fingerprint
+        failed, num_failed, fingerprint = dict[str, int](), 0, job.fingerprint
         while True:
             num_before = report.num_tokens
             until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
-            attempt = await self._attempt(job, sink, report, avoid, fingerprint, until_s)
+            attempt = await self._attempt(job, sink, report, self._alive(failed), fingerprint, until_s)
             try:
                 await attempt.run()
                 self._budget.finished()
                 return
             except MOVABLE as error:
                 num_failed = 1 if report.num_tokens > num_before else num_failed + 1
-                avoid |= {attempt.blamed}
-                if num_failed > self._max_retries or not self._may_move(attempt, avoid, report, error):
+                failed[attempt.blamed] = attempt.epochs[attempt.blamed]
+                if num_failed > self._max_retries or not self._may_move(attempt, self._alive(failed), report, error):
                     raise
                 if not self._budget.take(time.monotonic()):
                     message = f"{error.message}; too many sequences are being started again to try this one"
@@ -111,6 +111,10 @@ class Sequences:
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         request = replace(request, seq=next(self._seqs))
         return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
+
+    def _alive(self, failed: Mapping[str, int]) -> frozenset[str]:
+        """Of workers that failed, by the epoch in which they did: those that were not born again since."""
+        return frozenset(name for name, epoch in failed.items() if self._fleet.epoch_of(name) in (0, epoch))
 
     async def _hashes(self, job: SequenceJob, request: Request) -> Hashes:
         return await self._fleet.hash_prompt(request) if request.num_output_tokens or not job.hashes else job.hashes

@@ -335,9 +335,8 @@ def _get(name: str, content: Schema, *, unready: Schema | None = None) -> Schema
 
 
 def _error_responses() -> Schema:
-    return {
-        status: {"description": why, "content": {"application/json": _ref("Error")}} for status, why in _ERRORS.items()
-    }
+    content, fields = {"application/json": _ref("Error")}, {REQUEST_ID: {"schema": {"type": "string"}}}
+    return {status: {"description": why, "headers": fields, "content": content} for status, why in _ERRORS.items()}
 
 
 def _either(*names: str) -> Schema:

@@ -406,9 +406,8 @@ class WorkerSession:
         now_s = time.monotonic()
         listeners, worker_id = self._listeners, self.worker_id
         logprobs = {entry.entry: _logprobs(entry) for entry in step.logprobs} if step.logprobs else NO_LOGPROBS
-        for entry, (seq, index, token_id, flags) in enumerate(
-            zip(step.seq, step.index, step.token, step.flags, strict=True)
-        ):
+        rows = zip(step.seq[:], step.index[:], step.token[:], step.flags[:], strict=True)  # of lists: half the price
+        for entry, (seq, index, token_id, flags) in enumerate(rows):
             if (listener := listeners.get(seq)) is not None:
                 listener.on_token(worker_id, index, token_id, flags, logprobs.get(entry), now_s)
         for ended in step.ended:

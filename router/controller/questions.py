@@ -45,7 +45,8 @@ class Question:
         """Until it is answered, or long enough."""
         if self.waiting_for:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._settled.wait(), ANSWER_S)
+                async with asyncio.timeout(ANSWER_S):
+                    await self._settled.wait()
 
 
 class Questions:

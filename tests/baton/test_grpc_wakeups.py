@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
 
 import grpc.aio
+import pytest
 
 from baton import grpc_wakeups
 
@@ -22,11 +24,15 @@ def test_events_that_come_together_are_taken_in_a_few_slow_turns_of_the_loop() -
     assert int(done.stdout) < 2_000
 
 
-def test_asking_twice_finds_nothing_more_to_do() -> None:
+async def test_sockets_that_open_meanwhile_are_left_alone_by_who_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     grpc_wakeups.never_block()
-    before = {fd: os.get_blocking(fd) for fd in grpc_wakeups._sockets()}
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    monkeypatch.setattr(grpc.aio, "init_grpc_aio", lambda: pairs.append(socket.socketpair()))
     grpc_wakeups.never_block()
-    assert {fd: os.get_blocking(fd) for fd in grpc_wakeups._sockets()} == before
+    for end in (end for pair in pairs for end in pair):
+        assert end.getblocking()
+        assert os.get_blocking(end.fileno())
+        end.close()
 
 
 def main() -> None:

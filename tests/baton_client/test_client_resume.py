@@ -69,7 +69,10 @@ async def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(model_d
         assert text == whole
         assert answer.done is not None
         assert answer.done.usage.completion_tokens == 60
-        assert rig.prefill.submits[-1].request.num_output_tokens >= 20
+        again = [submit.request.num_output_tokens for submit in rig.prefill.submits[2:]]
+        assert all(
+            num_tokens >= 20 for num_tokens in again
+        )  # none: decode was done before it noticed the router's death
         await until(lambda: not rig.prefill.num_open and not rig.decode.num_open, "nothing runs on")
 
 

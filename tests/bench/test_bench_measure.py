@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from bench.measure import (
     percentiles,
     summarise,
 )
+from bench.report import dump
 
 LOOSE = SLO("test", ttft_ms=1e6, tpot_ms=1e6)
 
@@ -82,6 +85,12 @@ def test_percentiles_are_nearest_rank() -> None:
 def test_percentiles_of_nothing_are_not_numbers() -> None:
     assert percentiles([]).n == 0
     assert math.isnan(percentiles([]).p99)
+
+
+def test_figures_of_numpy_are_numbers_in_json_too() -> None:
+    figures = percentiles(np.array([1.0, 2.0]))
+    document = {"gap_ms": figures.p99, "raw": np.float64(0.5), "missing": percentiles([]).p50}
+    assert json.loads(dump(document)) == {"gap_ms": 2.0, "raw": 0.5, "missing": None}
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 1))

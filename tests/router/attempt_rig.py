@@ -31,6 +31,7 @@ class Worker:
     cancels: list[bool] = field(default_factory=list)  # `park` of each
     reroutes: list[str] = field(default_factory=list)  # to whom
     num_submits: int = 0
+    epoch: int = 1
     view: None = None
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from baton.keepalive import CLIENT_OPTIONS, PING_MS, SERVER_OPTIONS
 from baton.model_files import ModelFiles
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router import control_client
+from router.fleet import Endpoint
 from tests.router.router_rig import request, running_rig, until
 from tests.router.stub_worker import StubWorker
 
@@ -105,6 +106,34 @@ async def test_a_controller_that_vanished_without_a_word_is_noticed_and_its_succ
             await until(lambda: control.num_met == 1, "the call's verdict arrives with a later report")
     finally:
         await wire.stop()
+        await server.stop(None)
+
+
+async def test_a_report_that_cannot_be_made_is_not_the_last_one(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, failed, said = control_client._view, asyncio.Event(), asyncio.Event()
+
+    def fail_once(endpoint: Endpoint) -> control_pb2.WorkerView:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("a defect of ours")
+        said.set()
+        return view(endpoint)
+
+    monkeypatch.setattr(control_client, "_view", fail_once)
+    monkeypatch.setattr(control_client, "REPORT_S", 0.05)
+    nowhere = control_pb2.WorkerRecord(worker_id="b0", address="127.0.0.1:1", role=worker_pb2.ROLE_BOTH, state="ready")
+    control = Controller(control_pb2.ControlState(workers=[nowhere]))
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with running_rig(files, [], wait_ready=False, control_address=address):
+            await until(failed.is_set, "a report could not be made")
+            await until(said.is_set, "the next one is made")
+    finally:
         await server.stop(None)
 
 

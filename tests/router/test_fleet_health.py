@@ -13,8 +13,9 @@ from baton.errors import InvalidRequest, WorkerLost
 from baton.model_files import ModelFiles
 from baton.request import Role
 from baton.v1 import control_pb2, serving_pb2, worker_pb2
-from router.fleet import Endpoint
+from router.fleet import Endpoint, Placed
 from router.health import FAILURES_IN_A_ROW
+from router.placement import Demand
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker
 
@@ -65,6 +66,13 @@ async def test_a_worker_without_an_address_or_not_named_any_more_gets_no_call(bo
     assert [e.worker_id for e in both_rig.front_end.fleet.endpoints] == ["b1"]
     counts = await served(both_rig, 12)
     assert counts == {f"b1@{b1.address}": 12, f"b0@{b0.address}": 0, f"b2@{b2.address}": 0}
+
+
+async def test_a_worker_that_is_not_named_any_more_is_not_chosen_in_the_same_turn_of_the_loop(both_rig: Rig) -> None:
+    fleet, (_, b1, _) = both_rig.front_end.fleet, both_rig.workers
+    fleet.apply([record(b1)])
+    found = [fleet.find_place(Demand(prompt_tokens=1, max_total_tokens=2), frozenset()) for _ in range(3)]
+    assert [placed.prefill.worker_id for placed in found if isinstance(placed, Placed)] == ["b1"] * 3
 
 
 async def test_a_worker_that_moved_is_called_at_its_new_address_only(both_rig: Rig) -> None:

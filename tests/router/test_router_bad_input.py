@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 
+from baton.errors import Unavailable
 from baton.model_files import ModelFiles
 from baton.v1 import rpc_status_pb2, serving_pb2, worker_pb2
 from router.chat_template import ChatTemplate
@@ -278,3 +279,38 @@ async def test_refused_bodies_are_counted_among_the_outcomes(rig: Rig) -> None:
         assert (await rig.http.post(TEXT, content=body)).status_code == 400
     text = (await rig.http.get("/metrics")).text
     assert 'baton_requests_total{api="completions",outcome="invalid_request"} 4.0' in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("POST", TEXT, b"{", 400),
+        ("POST", TEXT, b'{"prompt": ""}', 400),
+        ("POST", CHAT, b'{"model": "other", "messages": [{"role": "user", "content": "hi"}]}', 404),
+        ("POST", TEXT, b" " * (5 << 20), 400),
+        ("POST", "/v1/tokenize", b"{}", 400),
+        ("POST", "/v1/nothing", b"{}", 404),
+        ("GET", TEXT, b"", 405),
+    ],
+)
+async def test_every_refusal_carries_the_caller_s_request_id_or_one_of_ours(
+    rig: Rig, method: str, path: str, content: bytes, status: int
+) -> None:
+    named = await rig.http.request(method, path, content=content, headers={"x-request-id": "mine"})
+    assert (named.status_code, named.headers["x-request-id"]) == (status, "mine")
+    ids = [(await rig.http.request(method, path, content=content)).headers["x-request-id"] for _ in range(2)]
+    assert len({*ids, ""}) == 3
+
+
+async def test_errors_of_a_running_call_carry_its_request_id_too(rig_without_retries: Rig) -> None:
+    rig = rig_without_retries
+    rig.prefill.script.refuse = Unavailable("not now")
+    failed = await rig.http.post(TEXT, json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    assert (failed.status_code, failed.headers["x-request-id"]) == (503, "mine")
+
+
+async def test_a_request_id_that_is_too_long_is_refused_and_comes_back_cut(rig: Rig) -> None:
+    for path in (TEXT, "/v1/nothing"):
+        reply = await rig.http.post(path, json={"prompt": "a"}, headers={"x-request-id": "x" * 1_000})
+        assert reply.is_client_error
+        assert reply.headers["x-request-id"] == "x" * 256

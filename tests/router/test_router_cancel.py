@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import grpc.aio
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from baton.errors import Overloaded
 from baton.model_files import ModelFiles
 from baton.v1 import worker_pb2
+from router.placement import Demand
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
 
@@ -69,6 +71,24 @@ async def test_a_caller_that_leaves_while_no_worker_is_there_is_forgotten(files:
         await call
         await rig.idle()
         assert not prefill.submits
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_caller_that_leaves_at_the_moment_when_the_fleet_changes_is_gone(files: ModelFiles, turns: int) -> None:
+    prefill, decode = await start_pair()
+    async with running_rig(files, [prefill, decode]) as rig:
+        fleet = rig.front_end.fleet
+        await decode.kill()
+        await until(lambda: bool(fleet.unready_reason()), "the loss of decode is noticed")
+        waiting = asyncio.create_task(fleet.wait_for_place(Demand(3, 10), frozenset(), time.monotonic() + 60.0))
+        await asyncio.sleep(0)
+        fleet._wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        done, _ = await asyncio.wait([waiting], timeout=5.0)
+        assert done
+        assert waiting.cancelled()
 
 
 async def test_counts_return_to_zero_after_calls_of_which_half_are_cancelled_at_random(rig: Rig) -> None:

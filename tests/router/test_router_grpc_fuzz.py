@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from baton.model_files import ModelFiles
 from baton.v1 import serving_pb2, serving_pb2_grpc
-from tests.router.router_rig import Rig, running_rig
+from tests.router.router_rig import Rig, request, running_rig
 
 Result = TypeVar("Result")
 
@@ -174,3 +174,26 @@ def test_no_message_gets_internal_or_unknown(running: RunningRig, method: Method
     if method.name in ("Generate", "Session"):
         assert seen[grpc.StatusCode.OK], "some got as far as an answer"
     running.run(running.rig.idle())
+
+
+NO_MESSAGE, NO_TEXT = b"\xff\xff\xff", b"\x0a\x02\xff\xfe"  # the second where field 1 is a text
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [*((method.name, NO_MESSAGE) for method in SERVING.methods), ("Generate", NO_TEXT), ("Abort", NO_TEXT)],
+)
+async def test_bytes_that_are_no_message_are_the_client_s_fault(rig: Rig, name: str, data: bytes) -> None:
+    method, path = SERVING.methods_by_name[name], f"/{SERVING.full_name}/{name}"
+    call: grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes]
+    if method.client_streaming:  # without serializers: bytes
+        call = rig.channel.stream_stream(path, None, None)(iter([data]))
+    else:
+        call = rig.channel.unary_stream(path, None, None)(data)
+    events = []
+    with contextlib.suppress(grpc.aio.AioRpcError):  # its code is what is asked for
+        async for event in call:
+            events.append(serving_pb2.GenerateResponse.FromString(event).error.code)
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert events == ["invalid_request"] * (name in ("Generate", "Resume"))
+    assert (await rig.generate(request(max_tokens=2))).done is not None

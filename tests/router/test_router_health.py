@@ -267,3 +267,12 @@ def test_a_pair_that_fails_all_its_calls_is_noticed_however_many_there_are(calls
     for call in range(2 * calls_per_s):
         pool.workers[0].failed(TransferFailed("no Ack"), call / calls_per_s, peer="d0")
     assert pool.workers[0].is_open
+
+
+def test_steps_that_took_no_time_are_compared_with_nothing() -> None:
+    pool = [Health(lambda: None) for _ in range(3)]
+    for health in pool:
+        for _ in range(100):
+            health.stepped(1, 0.0)
+    judge_pace(pool, 10.0)
+    assert not any(health.is_demoted(10.0) for health in pool)

@@ -14,7 +14,14 @@ from starlette.types import Receive, Scope, Send
 from baton.config import RouterConfig
 from router import http_protocol, http_server
 from router.asgi import send_json
-from router.http_protocol import MAX_HEAD_BYTES, MAX_READS_PER_TURN, TURN_S, Exchange, exchange_of
+from router.http_protocol import (
+    MAX_HEAD_BYTES,
+    MAX_READS_PER_TURN,
+    TURN_S,
+    Exchange,
+    FrontDoorProtocol,
+    exchange_of,
+)
 from router.http_server import HttpServer
 from tests.router.router_rig import Rig, until
 
@@ -238,6 +245,31 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
             writer.close()
     assert answers == [(200, b'"/x"')] * 60
     assert max(begun.values()) <= MAX_READS_PER_TURN
+
+
+async def test_a_connection_that_cannot_be_parsed_at_all_holds_nobody_else_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = FrontDoorProtocol.parse
+    failed: list[FrontDoorProtocol] = []
+
+    def fail_once(protocol: FrontDoorProtocol) -> None:
+        if not failed:
+            failed.append(protocol)
+            raise RuntimeError("a defect of ours")
+        parse(protocol)
+
+    monkeypatch.setattr(FrontDoorProtocol, "parse", fail_once)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    async with serving(echo) as server:
+        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        for _, writer in streams:
+            writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: bool(failed), "one has failed")
+        hear = [asyncio.create_task(Client(*stream).hear()) for stream in streams]
+        await until(lambda: sum(task.done() for task in hear) == 2, "the others are served")
+        for task in hear:
+            task.cancel()
+        for _, writer in streams:
+            writer.close()
 
 
 async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> None:

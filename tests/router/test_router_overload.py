@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +205,13 @@ async def test_keys_are_asked_for_on_both_apis_and_what_they_allow_is_kept(files
             for headers in ({}, {"authorization": "Bearer bk-guess"}):
                 response = await rig.http.post(path, json=body, headers=headers)
                 assert response.status_code == 401
+                assert response.headers["x-request-id"]
                 assert (response.json()["error"]["code"], response.json()["error"]["param"]) == (
                     "unauthenticated",
                     "authorization",
                 )
-        assert (await rig.http.get("/v1/models")).status_code == 401
+        unknown = await rig.http.get("/v1/models", headers={"x-request-id": "mine"})
+        assert (unknown.status_code, unknown.headers["x-request-id"]) == (401, "mine")
         assert (await rig.http.get("/v1/models", headers=by("light"))).status_code == 200
         assert (await rig.http.get("/readyz")).status_code == 200
         answer = await rig.generate(request())
@@ -235,6 +238,20 @@ async def test_a_key_s_concurrency_is_in_sequences_and_comes_back(files: ModelFi
         await rig.idle()
         quotas = rig.front_end.calls._turns.quotas
         assert quotas.num_seqs(rig.front_end.calls.keys.ring.tenants["narrow"]) == 0
+
+
+async def test_what_a_key_may_not_do_is_no_miss_of_its_class(files: ModelFiles, tmp_path: Path) -> None:
+    workers = await slow_pair()
+    async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
+        tasks: list[asyncio.Task[Any]] = []
+        background(tasks, post(rig, by("narrow"), n=2))
+        await until(lambda: admission(rig).num_seqs == 2, "the key has what it may have")
+        assert (await post(rig, by("narrow"))).status_code == 429
+        workers[0].script.prefill_gate.set()
+        await asyncio.gather(*tasks)
+        await rig.idle()
+        [verdicts] = [v for v in rig.front_end.calls._slo_watch.totals() if v.class_name == "batch"]
+        assert (verdicts.num_met, verdicts.num_failed) == (1, 0)
 
 
 async def test_a_prompt_that_misses_its_class_s_target_on_an_idle_fleet_waits_where_one_that_asks_is_refused(
@@ -289,7 +306,9 @@ async def test_counters_are_the_sum_of_what_clients_were_told_whatever_became_of
         assert sum(float(count) for _, count in outcomes) == len(calls)
 
 
-async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path: Path) -> None:
+async def test_a_tenant_aborts_its_own_calls_only_also_once_its_limits_are_others(
+    files: ModelFiles, tmp_path: Path
+) -> None:
     workers = await slow_pair()
     async with slow_rig(files, workers, api_keys_file=key_file(tmp_path)) as rig:
         task = asyncio.create_task(post(rig, by("heavy", **{"x-request-id": "mine"})))
@@ -297,7 +316,7 @@ async def test_a_tenant_cannot_abort_another_s_call(files: ModelFiles, tmp_path:
         calls = rig.front_end.calls
         tenants = calls.keys.ring.tenants
         assert calls.abort(tenants["light"], "mine") == 0
-        assert calls.abort(tenants["heavy"], "mine") == 1
+        assert calls.abort(replace(tenants["heavy"], weight=2.0), "mine") == 1
         assert (await task).status_code == 499
         await rig.idle()
 
