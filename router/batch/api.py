@@ -29,6 +29,7 @@ from router.batch.lines import ENDPOINTS, LineCheck
 from router.batch.multipart import Form
 from router.batch.records import INPUT, WINDOW, WINDOW_S, Batch, FileInfo, Status, new_id
 from router.http_protocol import exchange_of
+from router.labels import REQUEST_ID
 from router.openai_schemas import parse
 from router.service_tiers import BATCH
 from router.tenants import Tenant
@@ -103,7 +104,7 @@ class BatchApi:
         try:
             info = await self._take_upload(request)
         except BatonError as error:
-            await refuse_unread(exchange, receive, error)
+            await refuse_unread(exchange, receive, error, headers(scope)[REQUEST_ID])
         except (ClientDisconnect, ConnectionError):
             return
         else:
