@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from baton.v1 import worker_pb2
 from tests.worker.scripted_worker import ScriptedWorker, running, worker_config
@@ -41,6 +42,7 @@ class Mute(SessionClient):
 
 async def test_a_router_without_sequences_hears_of_what_another_gave_the_worker() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
+    worker.runner.before_run = lambda batch: time.sleep(0.01)  # a step: else all may be computed before anybody looks
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         other = Mute(worker.server.address, OTHER_EPOCH)
         async with other:
