@@ -27,7 +27,7 @@ MEMBERS = (
 )
 NUM_CLIENTS = 8  # enough that every stage of a call is under way somewhere when a fault strikes
 # DESIGN section 5: a silent peer's blocks are free within lease + 1 s = 6 s; the rest is what two busy cores may take.
-IDLE_S = 80.0  # router.health.MAX_BACKOFF_S and a probe: who failed again and again is ejected for so long
+IDLE_S = 20.0
 NUM_PLAIN = 4  # as many as there are pairs
 
 

@@ -63,7 +63,7 @@ async def soak_both(
     return scripted, torch
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(300)
 async def test_a_minute_of_random_faults_gives_no_wrong_token_and_leaves_nothing_behind(
     tmp_path: Path, seed: int
 ) -> None:
@@ -90,7 +90,7 @@ async def test_ten_minutes_of_random_faults_give_no_wrong_token_and_leave_nothin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [Fault.KILL, Fault.STOP])
 async def test_how_long_streams_pause_when_workers_are_killed_or_stopped(
     tmp_path: Path, seed: int, fault: Fault
