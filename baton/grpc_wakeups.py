@@ -21,7 +21,8 @@ import grpc.aio
 def never_block() -> None:
     """Call it before this process first uses grpc.aio; later calls do nothing."""
     before = _sockets()
-    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it. Kept for the life of the process, and the socket pair with it
+    # Never taken back, so that the socket pair lives as long as the process.
+    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
     for fd in _sockets() - before:
         os.set_blocking(fd, False)
 

@@ -155,7 +155,8 @@ async def stop(process: asyncio.subprocess.Process) -> None:
         return
     process.send_signal(signal.SIGINT)
     try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -37,9 +37,8 @@ from bench.router_bench_target import ANSWER_S, HOST, Exchange, Target
 
 LONG_TOKENS = 4_000  # an answer that no measurement sees the end of
 SHORT_TOKENS = 2  # one from prefill, one from decode: the cost of a request is that of its whole life
-NAP_S = (
-    0.001  # of the load generator where CPU is measured: a client on another host is not woken on the router's account
-)
+# Of the load generator where CPU is measured: a client on another host is not woken on the router's account.
+NAP_S = 0.001
 COME_UP_S = 6.0  # a fleet of a thousand is introduced to itself for 4 s after its last Session is open
 WARM_UP_S = 2.0  # after the last stream of a load began
 NUMBERS_OF_A_LOAD = 1 << 20

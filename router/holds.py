@@ -11,12 +11,10 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 
 class Hold:
-    """One sequence's share of a worker's load, until `release`, or as long as a `with` block. Tokens; whoever has it may lower
-    them."""
+    """One sequence's share of a worker's load, until `release`. Tokens; whoever has it may lower them."""
 
     __slots__ = ("_is_open", "_ledger", "_serial", "_used_tokens", "_waiting_tokens")
 
@@ -32,12 +30,6 @@ class Hold:
         if self._is_open:
             self._is_open = False
             self._ledger.released(self._serial, self._waiting_tokens, self._used_tokens)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     @property
     def waiting_tokens(self) -> int:

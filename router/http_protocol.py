@@ -308,12 +308,12 @@ class FrontDoorProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Only takes note, but of a body, which begins no request. What comes while the first part still waits stops the
         reading, so that two parts at most wait."""
-        if self._exchange is not None and not self._exchange.body_waits and not self._unparsed:
-            self._part_bytes = len(data)
-            self._feed(data)
-            return
         if not self._unparsed:
             self._arrived_s = time.monotonic()
+            if self._exchange is not None and not self._exchange.body_waits:
+                self._part_bytes = len(data)
+                self._feed(data)
+                return
         self._unparsed.append(data)
         if len(self._unparsed) == 1:
             self._intake.add(self)

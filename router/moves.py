@@ -53,7 +53,7 @@ class Sequences:
         while True:
             num_before = report.num_tokens
             until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
-            attempt = await self._attempt(job, sink, report, self._alive(failed), fingerprint, until_s)
+            attempt = await self._attempt(job, sink, report, self._to_avoid(failed), fingerprint, until_s)
             try:
                 await attempt.run()
                 self._budget.finished()
@@ -61,7 +61,7 @@ class Sequences:
             except MOVABLE as error:
                 num_failed = 1 if report.num_tokens > num_before else num_failed + 1
                 failed[attempt.blamed] = attempt.epochs[attempt.blamed]
-                if num_failed > self._max_retries or not self._may_move(attempt, self._alive(failed), report, error):
+                if num_failed > self._max_retries or not self._may_move(attempt, self._to_avoid(failed), report, error):
                     raise
                 if not self._budget.take(time.monotonic()):
                     message = f"{error.message}; too many sequences are being started again to try this one"
@@ -112,7 +112,7 @@ class Sequences:
         request = replace(request, seq=next(self._seqs))
         return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
 
-    def _alive(self, failed: Mapping[str, int]) -> frozenset[str]:
+    def _to_avoid(self, failed: Mapping[str, int]) -> frozenset[str]:
         """Of workers that failed, by the epoch in which they did: those that were not born again since."""
         return frozenset(name for name, epoch in failed.items() if self._fleet.epoch_of(name) in (0, epoch))
 

@@ -308,12 +308,11 @@ def _pick(outlook: Outlook, ttft_s: Floats, allowed: Mask | None, first: int | N
         ttft_s = np.where(allowed, ttft_s, np.inf)
     if first is not None:
         return first if ttft_s[first] < np.inf and outlook.decode_cost[first] < np.inf else None
-    soonest = int(ttft_s.argmin())
-    least = ttft_s[soonest]
+    soonest, least = _least(ttft_s)
     if least == np.inf:
         return None
     outlook.seen.append(soonest)
-    cost = np.where(ttft_s <= least * (1 + NEARLY), outlook.decode_cost, np.inf)
+    cost = np.where(ttft_s <= least + NEARLY * abs(least), outlook.decode_cost, np.inf)
     return _nearly_least(outlook, cost, None, slack=NEARLY)
 
 
@@ -324,11 +323,7 @@ def _nearly_least(outlook: Outlook, cost: Floats, allowed: Mask | None, slack: f
     """
     if allowed is not None:
         cost = np.where(allowed, cost, np.inf)
-    best = int(cost.argmin())
-    if np.isnan(cost[best]):  # a forecast that is no number is no reason to choose a worker, or to look at it for ever
-        cost = np.where(np.isnan(cost), np.inf, cost)
-        best = int(cost.argmin())
-    least = cost[best]
+    best, least = _least(cost)
     if least == np.inf:
         return None
     limit = least + (NEARLY * abs(least) if slack is None else slack)
@@ -336,6 +331,15 @@ def _nearly_least(outlook: Outlook, cost: Floats, allowed: Mask | None, slack: f
     row = int(near[outlook.workers.last_chosen[near].argmin()])
     outlook.seen += (best, row)
     return row
+
+
+def _least(cost: Floats) -> tuple[int, float]:
+    """A row with the least cost, and that. No number is no reason to choose a worker, or to look at it for ever."""
+    best = int(cost.argmin())  # of the first NaN, where there is one
+    if np.isnan(cost[best]):
+        cost = np.where(np.isnan(cost), np.inf, cost)
+        best = int(cost.argmin())
+    return best, float(cost[best])
 
 
 def _choice(outlook: Outlook, shape: str, prefill: int, decode: int, ttft_s: float) -> Choice:

@@ -191,20 +191,22 @@ def test_routers_that_see_the_same_do_not_all_run_to_the_same_worker() -> None:
 def test_what_was_given_since_the_last_report_is_added_to_it_and_then_part_of_it() -> None:
     ledger = Ledger(lambda: None)
     ledger.report(500, 2_000, 3)
-    with ledger.hold(100, 300):
-        assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (600, 2_300, 4)
-        ledger.report(560, 2_300, 4)
-        assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (560, 2_300, 4)
+    hold = ledger.hold(100, 300)
+    assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (600, 2_300, 4)
+    ledger.report(560, 2_300, 4)
+    assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (560, 2_300, 4)
+    hold.release()
     assert (ledger.waiting_tokens, ledger.num_held) == (560, 0)
 
 
 def test_a_report_that_crossed_with_a_call_does_not_hide_it() -> None:
     ledger = Ledger(lambda: None)
-    with ledger.hold(100, 300) as hold:
-        ledger.report(0, 0, 0)
-        assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (100, 300, 1)
-        hold.waiting_tokens = 0
-        assert (ledger.waiting_tokens, ledger.used_tokens) == (0, 300)
+    hold = ledger.hold(100, 300)
+    ledger.report(0, 0, 0)
+    assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (100, 300, 1)
+    hold.waiting_tokens = 0
+    assert (ledger.waiting_tokens, ledger.used_tokens) == (0, 300)
+    hold.release()
     assert (ledger.waiting_tokens, ledger.used_tokens, ledger.num_running) == (0, 0, 0)
 
 
@@ -376,4 +378,11 @@ def test_a_worker_whose_forecast_is_no_number_is_left_out_and_nobody_looks_for_e
     ]
     with np.errstate(invalid="ignore"):
         choice = chosen(*workers)
-    assert {choice.prefill, choice.decode} <= {"p0", "p1", "d0", "d1"}
+    assert broken not in (choice.prefill, choice.decode)
+
+
+def test_a_worker_that_does_both_and_whose_forecast_is_no_number_leaves_the_call_to_another_one() -> None:
+    nan = float("nan")
+    broken = decode("b0", role=Role.BOTH, prefill_tokens_per_s=nan, step_s=nan)
+    with np.errstate(invalid="ignore"):
+        assert chosen(broken, decode("b1", role=Role.BOTH)).prefill == "b1"

@@ -221,7 +221,8 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one_and_busy_one
             assert await third.hear() == (200, b'"/busy"')
 
 
-async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_loop() -> None:
+async def begun_per_turn(num_requests: int, hold_up_s: float) -> Counter[int]:
+    """How many of so many requests that come at once are begun in each turn of the loop, where each holds that up for so long."""
     turn, begun = 0, Counter[int]()
 
     async def count_turns() -> None:
@@ -232,10 +233,11 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
 
     async def note(exchange: Exchange, path: str) -> None:
         begun[turn] += 1
+        time.sleep(hold_up_s)  # noqa: ASYNC251  # a turn of the loop that takes so long
         await echo(exchange, path)
 
     async with serving(note) as server:
-        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(60)]
+        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(num_requests)]
         counting = asyncio.create_task(count_turns())
         for _, writer in streams:
             writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -243,8 +245,36 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
         counting.cancel()
         for _, writer in streams:
             writer.close()
-    assert answers == [(200, b'"/x"')] * 60
-    assert max(begun.values()) <= MAX_READS_PER_TURN
+    assert answers == [(200, b'"/x"')] * num_requests
+    return begun
+
+
+async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_loop() -> None:
+    assert max((await begun_per_turn(60, hold_up_s=0.0)).values()) <= MAX_READS_PER_TURN
+
+
+async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> None:
+    begun = await begun_per_turn(40, hold_up_s=TURN_S)
+    assert Counter(begun.values())[1] >= 20
+
+
+async def test_the_time_of_a_request_begins_when_its_bytes_come_also_behind_another_one_s_body() -> None:
+    arrivals_s: list[float] = []
+
+    async def note(exchange: Exchange, path: str) -> None:
+        arrivals_s.append(exchange.arrival_s)
+        await echo(exchange, path)
+
+    async with serving(note) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nab")
+        await until(lambda: len(arrivals_s) == 1, "the first is begun")
+        sent_s = time.monotonic()
+        writer.write(b"cdGET /b HTTP/1.1\r\nhost: x\r\n\r\n")
+        client = Client(reader, writer)
+        assert [await client.hear(), await client.hear()] == [(200, b'"/a"'), (200, b'"/b"')]
+        writer.close()
+    assert arrivals_s[0] < sent_s <= arrivals_s[1] <= time.monotonic()
 
 
 async def test_a_connection_that_cannot_be_parsed_at_all_holds_nobody_else_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,33 +300,6 @@ async def test_a_connection_that_cannot_be_parsed_at_all_holds_nobody_else_up(mo
             task.cancel()
         for _, writer in streams:
             writer.close()
-
-
-async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> None:
-    turn, begun = 0, Counter[int]()
-
-    async def count_turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    async def take_long(exchange: Exchange, path: str) -> None:
-        begun[turn] += 1
-        time.sleep(TURN_S)  # noqa: ASYNC251  # a turn of the loop that takes so long
-        await echo(exchange, path)
-
-    async with serving(take_long) as server:
-        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
-        counting = asyncio.create_task(count_turns())
-        for _, writer in streams:
-            writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
-        answers = [await Client(reader, writer).hear() for reader, writer in streams]
-        counting.cancel()
-        for _, writer in streams:
-            writer.close()
-    assert answers == [(200, b'"/x"')] * 40
-    assert Counter(begun.values())[1] >= 20
 
 
 async def test_a_client_that_does_not_read_gets_no_second_answer_made(monkeypatch: pytest.MonkeyPatch) -> None:

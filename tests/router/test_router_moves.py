@@ -104,15 +104,15 @@ async def test_a_worker_that_was_born_again_is_avoided_no_more(files: ModelFiles
         d0 = rig.workers[2]
         epoch = fleet.epoch_of("d0")
         assert epoch
-        assert sequences._alive({"d0": epoch, "p1": fleet.epoch_of("p1")}) == {"d0", "p1"}
+        assert sequences._to_avoid({"d0": epoch, "p1": fleet.epoch_of("p1")}) == {"d0", "p1"}
         await d0.kill()
         await until(lambda: fleet.epoch_of("d0") == 0, "its loss is noticed")
-        assert sequences._alive({"d0": epoch}) == {"d0"}, "nobody knows what comes"
+        assert sequences._to_avoid({"d0": epoch}) == {"d0"}, "nobody knows what comes"
         rig.workers.append(
             await StubWorker("d0", worker_pb2.ROLE_DECODE, port=int(d0.address.rpartition(":")[2])).start()
         )
         await until(lambda: fleet.epoch_of("d0") not in (0, epoch), "its successor is connected")
-        assert sequences._alive({"d0": epoch}) == frozenset()
+        assert sequences._to_avoid({"d0": epoch}) == frozenset()
 
 
 async def test_a_hole_in_the_tokens_is_filled_by_another_worker(files: ModelFiles) -> None:

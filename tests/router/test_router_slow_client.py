@@ -68,8 +68,9 @@ def test_what_waits_is_counted_and_logprobs_count_too() -> None:
 async def test_a_client_that_is_late_gets_everything_in_fewer_chunks(rig: Rig) -> None:
     narrow = grpc.aio.insecure_channel(f"127.0.0.1:{rig.front_end.grpc_port}", options=NARROW)
     call = serving_pb2_grpc.ServingStub(narrow).Generate(request(max_tokens=900, logprobs=20))
-    await until(lambda: rig.front_end.calls.num_inflight == 1, "the call runs")
-    await until(lambda: not rig.decode.num_open and bool(rig.decode.adopted), "the answer is made")
+    await until(lambda: len(rig.front_end.calls._running) == 1, "the call runs")
+    [running] = rig.front_end.calls._running
+    await until(lambda: running.reports[0].num_tokens == 900, "the router has the whole answer")
     chunks = [response.chunk async for response in call if response.HasField("chunk")]
     token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
     assert token_ids == [300 + index % 40 for index in range(900)]

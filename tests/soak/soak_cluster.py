@@ -291,12 +291,15 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         return not self.deaths()
 
     def unrest(self) -> str:
-        """What is not at rest by the router's last report; "" = every gauge is idle and every link is proved."""
+        """What is not at rest by the router's last report; "" = every gauge is idle and every link is proved.
+
+        An ejected worker rests, too: who failed again and again waits for up to a minute until it is tried (router/health.py).
+        """
         views = {view.worker_id: view for view in self.report.workers}
         unrest = [f"{self.report.num_inflight} calls in flight"] if self.report.num_inflight else []
         for name, worker in self.workers.items():
             view = views.get(name)
-            if view is None or view.epoch != worker.epoch or view.state != "ready":
+            if view is None or view.epoch != worker.epoch or view.state not in ("ready", "ejected"):
                 unrest.append(f"{name} is {view.state if view else 'unknown'}")
                 continue
             unrest += (f"{name} {gauge} {value}" for gauge, value in _busy(view.load, worker.num_blocks))
