@@ -23,7 +23,7 @@ from baton.slo import MIN_TARGET_MS, SLO
 from bench.serve_cli import count, lengths, positive_float, positive_int, share
 from bench.sim import arrivals, sources
 from bench.sim.call import Call
-from bench.sim.deployment import MAX_NUM_SEQS, STEP_TOKENS, Deployment, Layout
+from bench.sim.deployment import MAX_NUM_SEQS, STEP_TOKENS, Deployment, Hardware, Layout
 from bench.sim.report import document, render
 from bench.sim.simulation import BOUNDS, INTERACTIVE, Mix, Outcome, Simulation
 from bench.traces import TraceError, TraceRow
@@ -44,6 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--gpu", default="h100", help="h100, h200, a100, b200, ... (%(default)s)")
     add("--model", default="llama-3.1-8b", help="(%(default)s)")
     add("--tp", "--tensor-parallel-size", type=positive_int, default=1, help="GPUs of a worker (%(default)s)")
+    add("--decode-gpu", help="of decode workers, where theirs is another")
+    add("--decode-tp", type=positive_int, help="likewise")
     add("--prefill", type=count, default=0, help="workers that prefill for others")
     add("--decode", type=count, default=0, help="workers that decode")
     add(
@@ -162,6 +164,7 @@ def deployment_of(args: argparse.Namespace, *, caches: bool) -> Deployment:
         gpu=args.gpu,
         model=args.model,
         tp=args.tp,
+        decode_hardware=decode_hardware_of(args),
         weight_dtype=args.weight_dtype,
         kv_dtype=args.kv_cache_dtype,
         engine=EngineConfig(
@@ -176,6 +179,12 @@ def deployment_of(args: argparse.Namespace, *, caches: bool) -> Deployment:
         local_prefill_tokens=args.local_prefill_tokens,
         max_pool_tokens=args.pool_tokens,
     )
+
+
+def decode_hardware_of(args: argparse.Namespace) -> Hardware | None:
+    if not args.decode_gpu and not args.decode_tp:
+        return None
+    return Hardware(args.decode_gpu or args.gpu, args.decode_tp or args.tp)
 
 
 def source_of(args: argparse.Namespace) -> sources.Source:

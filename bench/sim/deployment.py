@@ -41,13 +41,27 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a worker runs on."""
+
+    gpu: str
+    tp: int = 1
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.tp * gpu(self.gpu).usd_per_hour
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     layout: Layout
     gpu: str = "h100"
     model: str = "llama-3.1-8b"
     tp: int = 1  # GPUs of a worker
+    decode_hardware: Hardware | None = None  # of decode workers, where they have other GPUs, or more of them
     weight_dtype: str = "fp8"
     kv_dtype: str = "bf16"
+    measured: bool = True  # step times that somebody measured, where there are any; off: one yardstick for all GPUs
     # Of workers that decode, too, a budget of 2,048 and chunks of 512: baton/config.py
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_num_seqs=MAX_NUM_SEQS))
     prefill_step_tokens: int = STEP_TOKENS
@@ -60,7 +74,8 @@ class Deployment:
             if dtype not in DTYPE_BYTES:
                 raise ConfigError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPE_BYTES)}")
         try:
-            gpu(self.gpu).rate(self.weight_dtype)
+            for role in Role:
+                gpu(self.hardware(role).gpu).rate(self.weight_dtype)
             model_shape(self.model)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -71,11 +86,23 @@ class Deployment:
         if role is Role.PREFILL:
             tokens = self.prefill_step_tokens
             config = replace(config, max_num_batched_tokens=tokens, chunk_tokens=tokens)
-        return EngineShape(config, self._num_blocks(), self.step_time())
+        return EngineShape(config, self._num_blocks(self.hardware(role)), self.step_time(role))
 
-    def step_time(self) -> StepTime:
+    def hardware(self, role: Role) -> Hardware:
+        """Of a worker; one that does both has what prefill has."""
+        return (role is Role.DECODE and self.decode_hardware) or Hardware(self.gpu, self.tp)
+
+    def step_time(self, role: Role = Role.BOTH) -> StepTime:
         """Of a worker."""
-        times = step_time(self.gpu, self.model, self.tp, weight_dtype=self.weight_dtype, kv_dtype=self.kv_dtype)
+        where = self.hardware(role)
+        times = step_time(
+            where.gpu,
+            self.model,
+            where.tp,
+            weight_dtype=self.weight_dtype,
+            kv_dtype=self.kv_dtype,
+            measured=self.measured,
+        )
         return FastDecodes(times)
 
     @property
@@ -83,24 +110,28 @@ class Deployment:
         """KV of one token, on all GPUs of a worker together."""
         return model_shape(self.model).kv_bytes_per_token(self.kv_dtype)
 
-    @property
-    def nic_bytes_per_s(self) -> float:
+    def nic_bytes_per_s(self, role: Role) -> float:
         """Of a worker; each GPU has its own NIC."""
-        return LINK_SHARE * self.tp * gpu(self.gpu).nic_bytes_per_s
+        where = self.hardware(role)
+        return LINK_SHARE * where.tp * gpu(where.gpu).nic_bytes_per_s
 
     @property
     def num_gpus(self) -> int:
-        return self.tp * len(self.layout.roles)
+        return sum(self.hardware(role).tp for role in self.layout.roles)
 
-    def _num_blocks(self) -> int:
-        memory = self.tp * gpu(self.gpu).memory_bytes
+    @property
+    def usd_per_hour(self) -> float:
+        return sum(self.hardware(role).usd_per_hour for role in self.layout.roles)
+
+    def _num_blocks(self, where: Hardware) -> int:
+        memory = where.tp * gpu(where.gpu).memory_bytes
         room = MEMORY_SHARE * memory - model_shape(self.model).weight_bytes(self.weight_dtype)
         num_tokens = room / self.token_bytes
         if self.max_pool_tokens:
             num_tokens = min(num_tokens, self.max_pool_tokens)
         if num_tokens < self.engine.block_size:
             raise ConfigError(
-                f"{self.model} in {self.weight_dtype} leaves {room / 1e9:.1f} of {memory / 1e9:.0f} GB for KV on {self.tp} x "
-                f"{self.gpu}: too little; raise --tp"
+                f"{self.model} in {self.weight_dtype} leaves {room / 1e9:.1f} of {memory / 1e9:.0f} GB for KV on {where.tp} x "
+                f"{where.gpu}: too little; raise --tp"
             )
         return int(num_tokens // self.engine.block_size)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from bench.sim.deployment import Deployment
 from bench.sim.measures import ClassMeasure, Histogram
 from bench.sim.simulation import Outcome
-from engine.timing.hardware import gpu
 
 if TYPE_CHECKING:
     from bench.sim.cli import Run
@@ -31,6 +30,8 @@ def render(deployment: Deployment, runs: Sequence[Run]) -> None:
     parts = ((layout.num_prefill, "prefill"), (layout.num_decode, "decode"), (layout.num_both, "both"))
     workers = " + ".join(f"{num} {name}" for num, name in parts if num)
     title = f"{deployment.model} {deployment.weight_dtype}, {workers} x {deployment.tp} {deployment.gpu}"
+    if (decode := deployment.decode_hardware) is not None:
+        title += f", decode on {decode.tp} {decode.gpu}"
     table = Table(title=title, title_justify="left")
     for column in (
         "seed",
@@ -107,7 +108,7 @@ def _run(run: Run, deployment: Deployment) -> dict[str, object]:
         "seed": run.seed,
         "wall_s": run.wall_s,
         **_totals(outcome),
-        "usd": outcome.gpu_hours * gpu(deployment.gpu).usd_per_hour,
+        "usd": outcome.gpu_hours * deployment.usd_per_hour / deployment.num_gpus,
         "classes": [_class(measure) for measure in outcome.classes],
         "workers": [asdict(worker) | {"role": worker.role.name.lower()} for worker in outcome.workers],
     }

@@ -161,7 +161,7 @@ class Simulation:
                     shapes[role],
                     self,
                     block_bytes=deployment.token_bytes * deployment.engine.block_size,
-                    nic_bytes_per_s=deployment.nic_bytes_per_s,
+                    nic_bytes_per_s=deployment.nic_bytes_per_s(role),
                     classes=self._mix.classes,
                     fast=fast,
                 )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from baton.errors import ConfigError
+from baton.request import Role
 from baton.slo import SLO, Verdict
 from bench.sim.call import Call, request_of
 from bench.sim.clock import Clock, Event
 from bench.sim.decode_times import FastDecodes
-from bench.sim.deployment import Deployment, Layout
+from bench.sim.deployment import Deployment, Hardware, Layout
 from bench.sim.links import Nic, send
 from bench.sim.measures import BatchMeans, Histogram
 from bench.sim.simulation import Mix, Simulation
@@ -80,7 +83,7 @@ class Steps:
 
 
 class Fixed(Deployment):
-    def step_time(self) -> StepTime:
+    def step_time(self, role: Role = Role.BOTH) -> StepTime:
         return Steps()
 
 
@@ -136,6 +139,19 @@ def test_what_no_pool_can_hold_is_refused_and_counted_as_missed() -> None:
     outcome = simulation.run([TraceRow(0.0, 5_000, 20), TraceRow(1.0, 100, 20)])
     assert outcome.classes[0].verdicts == {Verdict.FAILED: 1, Verdict.MET: 1}
     assert outcome.attainment == 0.5
+
+
+def test_decode_workers_may_have_gpus_of_their_own() -> None:
+    plain = Deployment(Layout(2, 1), gpu="h100", measured=False)
+    mixed = replace(plain, decode_hardware=Hardware("h200", 2))
+    assert mixed.shape(Role.PREFILL) == plain.shape(Role.PREFILL)
+    assert mixed.shape(Role.DECODE).pool_tokens > 2 * plain.shape(Role.DECODE).pool_tokens
+    assert mixed.step_time(Role.DECODE).decode_steps_s(8, 9_000, 1) < plain.step_time().decode_steps_s(8, 9_000, 1)
+    assert mixed.nic_bytes_per_s(Role.DECODE) == 2 * mixed.nic_bytes_per_s(Role.PREFILL)
+    assert mixed.num_gpus == 4
+    assert mixed.usd_per_hour == pytest.approx(2 * 3.99 + 2 * 4.99)
+    with pytest.raises(ConfigError, match="h2000"):
+        replace(plain, decode_hardware=Hardware("h2000"))
 
 
 def test_decode_times_that_are_remembered_are_those_asked_for() -> None:
