@@ -40,7 +40,7 @@ class WorkerRecord(_message.Message):
     shape: _builtins.str
     pid: _builtins.int
     state: _builtins.str
-    """starting | ready | draining | failed"""
+    """starting | ready | draining | standby | failed"""
     reason: _builtins.str
     fingerprint: _builtins.str
     num_restarts: _builtins.int
@@ -88,21 +88,29 @@ Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
 
 @_typing.final
 class AnnounceResponse(_message.Message):
+    """What the controller wants of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    TUNING_FIELD_NUMBER: _builtins.int
     role: _worker_pb2.Role.ValueType
     draining: _builtins.bool
+    @_builtins.property
+    def tuning(self) -> _worker_pb2.Tune:
+        """absent: it stays as it is"""
+
     def __init__(
         self,
         *,
         role: _worker_pb2.Role.ValueType = ...,
         draining: _builtins.bool = ...,
+        tuning: _worker_pb2.Tune | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "role", b"role", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,7 +213,10 @@ class ControlState(_message.Message):
     SLO_FIELD_NUMBER: _builtins.int
     FLEET_VERSION_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     fleet_version: _builtins.int
+    local_prefill_tokens: _builtins.int
+    """prompts that lack at most so many may be prefilled where they decode; 0 = none;"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRecord]: ...
     @_builtins.property
@@ -221,12 +232,15 @@ class ControlState(_message.Message):
         slo: Global___SloSet | None = ...,
         fleet_version: _builtins.int = ...,
         explain: _abc.Iterable[_builtins.str] | None = ...,
+        local_prefill_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens", "local_prefill_tokens", b"local_prefill_tokens", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet_version", b"fleet_version", "slo", b"slo", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens", "explain", b"explain", "fleet_version", b"fleet_version", "local_prefill_tokens", b"local_prefill_tokens", "slo", b"slo", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_prefill_tokens: _TypeAlias = _typing.Literal["local_prefill_tokens"]  # noqa: Y015
+    _WhichOneofArgType__local_prefill_tokens: _TypeAlias = _typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_tokens) -> _WhichOneofReturnType__local_prefill_tokens | None: ...
 
 Global___ControlState: _TypeAlias = ControlState  # noqa: Y015
 
@@ -281,7 +295,7 @@ class WorkerView(_message.Message):
     worker_id: _builtins.str
     epoch: _builtins.int
     state: _builtins.str
-    """connecting | ready | draining | ejected"""
+    """connecting | ready | draining | flipping | ejected"""
     reason: _builtins.str
     """of ejected"""
     @_builtins.property

@@ -429,6 +429,35 @@ class Drain(_message.Message):
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
+class Tune(_message.Message):
+    """Limits of the engine from its next step on, all three at once: at least 1, at most Opened.most. Sequences that run beyond a
+    lowered max_num_seqs go on. Obeyed: Load shows them. Else Refused, seq 0, naming field and limit; nothing has changed then.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    max_num_seqs: _builtins.int
+    max_num_batched_tokens: _builtins.int
+    chunk_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        max_num_seqs: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tune: _TypeAlias = Tune  # noqa: Y015
+
+@_typing.final
 class Peers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,6 +539,7 @@ class SessionRequest(_message.Message):
     REROUTE_FIELD_NUMBER: _builtins.int
     FIND_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
+    TUNE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -530,6 +560,8 @@ class SessionRequest(_message.Message):
     def find(self) -> Global___Find: ...
     @_builtins.property
     def forget(self) -> Global___Forget: ...
+    @_builtins.property
+    def tune(self) -> Global___Tune: ...
     def __init__(
         self,
         *,
@@ -543,12 +575,13 @@ class SessionRequest(_message.Message):
         reroute: Global___Reroute | None = ...,
         find: Global___Find | None = ...,
         forget: Global___Forget | None = ...,
+        tune: Global___Tune | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit", "tune", b"tune"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "find", b"find", "forget", b"forget", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "peers", b"peers", "reroute", b"reroute", "set_role", b"set_role", "submit", b"submit", "tune", b"tune"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers", "reroute", "find", "forget"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "submit", "cancel", "heartbeat", "set_role", "drain", "peers", "reroute", "find", "forget", "tune"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -641,6 +674,11 @@ class Load(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
     P99_LATENESS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    NEXT_ROLE_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     draining: _builtins.bool
     num_running: _builtins.int
@@ -687,6 +725,14 @@ class Load(_message.Message):
     """(query, context) of the prompts' attention: n^2/2 of a whole one"""
     p99_lateness: _builtins.float
     """of emulated steps: how late they end, as a share of the step; 0 on real GPUs"""
+    max_num_seqs: _builtins.int
+    """in force, as Tune or the start has it"""
+    max_num_batched_tokens: _builtins.int
+    chunk_tokens: _builtins.int
+    next_role: Global___Role.ValueType
+    """that it takes once it is idle; until then it is draining. Unspecified: it keeps its role"""
+    idle: _builtins.bool
+    """nothing is open here, and every router has read of every end"""
     @_builtins.property
     def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """transfers that failed, by reason: kv_transfer/failure.py"""
@@ -728,10 +774,15 @@ class Load(_message.Message):
         context_tokens: _builtins.int = ...,
         prompt_pairs: _builtins.float = ...,
         p99_lateness: _builtins.float = ...,
+        max_num_seqs: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        next_role: Global___Role.ValueType = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "p99_lateness", b"p99_lateness", "prompt_pairs", b"prompt_pairs", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "step_tokens", b"step_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "idle", b"idle", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "next_role", b"next_role", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "p99_lateness", b"p99_lateness", "prompt_pairs", b"prompt_pairs", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "step_tokens", b"step_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,6 +869,7 @@ class Opened(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     FABRIC_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___Role.ValueType
@@ -838,6 +890,10 @@ class Opened(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]: ...
+    @_builtins.property
+    def most(self) -> Global___Tune:
+        """what it was started with"""
+
     def __init__(
         self,
         *,
@@ -856,10 +912,11 @@ class Opened(_message.Message):
         kv_dtype: _builtins.str = ...,
         kv_block_bytes: _builtins.int = ...,
         fabric: _builtins.str = ...,
+        most: Global___Tune | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "most", b"most"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fabric", b"fabric", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fabric", b"fabric", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "most", b"most", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
