@@ -63,6 +63,16 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What one more worker would be."""
+
+    shape: str
+    num_gpus: int
+    kv_tokens: int  # 0 = not known
+    most: Tuning
+
+
+@dataclass(frozen=True, slots=True)
 class ClassTraffic:
     """Of one SLO class, of late. Means are over calls; None: there were none."""
 
@@ -98,3 +108,5 @@ class FleetFacts:
     spare_gpus: int | None = None  # that machines have free; None: nobody knows
     missing_s: float = 0.0  # for how long no router has said anything
     usd_per_gpu_hour: Mapping[str, float] = field(default_factory=dict)  # by shape
+    # By role; where a role is not named, a new worker is like those that are there, of its role or of another
+    blueprints: Mapping[Role, Blueprint] = field(default_factory=dict)
