@@ -17,6 +17,9 @@ A step, in this order, within max_num_batched_tokens:
 Watermark: a start must leave one available block for each sequence that decodes here or will (running ones and granted
 reservations), so that it is not paid for with an immediate preemption. With nothing running the watermark is 0, so
 whatever fits the pool can start.
+
+`tune` changes the three limits from the next step on, and costs nobody what it has: sequences beyond a lowered max_num_seqs
+run on, even one that was preempted meanwhile, and a lowered budget bounds what comes after the decodes.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from engine.block_pool import BlockPool, Hold
 from engine.ports import ChunkDone, PrefillEnded, Reservation, Sample, SequenceEnded, SequenceStats, StepResult
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SeqState, Sequence, StopRules
+from engine.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Scheduler:
         self, config: EngineConfig, pool: BlockPool, cache: PrefixCache, stops: StopRules, *, block_size: int
     ) -> None:
         self.totals = Totals()
-        self._config = config
+        self.tuning = self._most = Tuning.of(config)
         self._pool = pool
         self._cache = cache
         self._stops = stops
@@ -154,6 +158,10 @@ class Scheduler:
         finish = self._stops.finish_reason(sequence)
         return self._end(sequence, finish) if finish else None
 
+    def tune(self, tuning: Tuning) -> None:
+        """Take these limits, which are within those of the start (the host has checked)."""
+        self.tuning = tuning
+
     def drop(self, seq: int) -> None:
         """Forget a sequence in any state; its blocks are free, or cached, on return."""
         sequence = self._sequences.pop(seq, None)
@@ -169,14 +177,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would compute or grant something."""
-        return bool(self._running) or self._startable(self._config.max_num_batched_tokens) is not None
+        return bool(self._running) or self._startable(self.tuning.max_num_batched_tokens) is not None
 
     def schedule(self, now_s: float) -> Plan:
         plan = Plan()
         running = list(self._running)  # preemption takes from it
-        budget = self._config.max_num_batched_tokens
-        budget = self._decode(running, plan, budget)
-        budget = self._prefill(running, plan, budget)
+        self._decode(running, plan)
+        budget = self._prefill(running, plan, self.tuning.max_num_batched_tokens - len(plan.chunks))
         self._start(plan, budget, now_s)
         return plan
 
@@ -203,7 +210,7 @@ class Scheduler:
         is output, which no prompt that waits begins with.
         """
         running = self._running
-        if not self._all_decode() or self._startable(self._config.max_num_batched_tokens - len(running)) is not None:
+        if not self._all_decode() or self._startable(self.tuning.max_num_batched_tokens - len(running)) is not None:
             return 0
         num_steps = min(map(self._stops.num_tokens_left, running))
         if self._num_blocks_lacking(num_steps) > self._pool.num_available:
@@ -214,7 +221,7 @@ class Scheduler:
     def grant_beside_decodes(self, now_s: float) -> list[Reservation]:
         """What the next step would grant after its decodes, where it would do nothing else before; so that it may be skipped."""
         plan = Plan()
-        budget = self._config.max_num_batched_tokens - len(self._running)
+        budget = self.tuning.max_num_batched_tokens - len(self._running)
         if not self._queued or not self._all_decode() or self._num_blocks_lacking(1) > self._pool.num_available:
             return plan.reserved
         for sequence in self._running:
@@ -227,7 +234,7 @@ class Scheduler:
     def _all_decode(self) -> bool:
         """Whether a step would compute one token of every running sequence, none of them the first."""
         running = self._running
-        fits = 0 < len(running) <= self._config.max_num_batched_tokens
+        fits = 0 < len(running) <= self._most.max_num_batched_tokens
         return fits and all(s.num_computed + 1 == len(s.token_ids) and s.first_token_s is not None for s in running)
 
     def skip(self, num_steps: int, token: int) -> list[SequenceEnded]:
@@ -275,18 +282,16 @@ class Scheduler:
 
     # schedule: decodes, prefills, starts
 
-    def _decode(self, running: Seq[Sequence], plan: Plan, budget: int) -> int:
+    def _decode(self, running: Seq[Sequence], plan: Plan) -> None:
         for sequence in running:
-            if budget == 0:
+            if len(plan.chunks) == self._most.max_num_batched_tokens:
                 break
             if sequence.num_left == 1 and self._can_grow(sequence, plan):
                 plan.chunks.append(Chunk(sequence, sequence.num_computed, 1))
-                budget -= 1
-        return budget
 
     def _prefill(self, running: Seq[Sequence], plan: Plan, budget: int) -> int:
         for sequence in running:
-            if budget == 0:
+            if budget <= 0:
                 break
             if sequence.state is SeqState.RUNNING and sequence.num_left > 1:
                 budget -= self._plan_chunk(sequence, plan, budget)
@@ -303,7 +308,7 @@ class Scheduler:
                 self._grant(sequence, plan)
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan, budget: int) -> int:
-        num_tokens = min(sequence.num_left, self._config.chunk_tokens, budget)
+        num_tokens = min(sequence.num_left, self.tuning.chunk_tokens, budget)
         plan.chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
         return num_tokens
 
@@ -327,12 +332,15 @@ class Scheduler:
 
     def _startable(self, budget: int) -> Sequence | None:
         """The one sequence or reservation that may start now."""
-        has_seat = len(self._running) + len(self._in_state[SeqState.RESERVED]) < self._config.max_num_seqs
-        heads = self._waiting[:1] if has_seat and budget > 0 else []
-        if has_seat and self._queued and not self._waits_for_preempted(self._queued[0]):
-            heads = [*heads, self._queued[0]]
+        heads = [head for head in self._waiting[:1] if budget > 0 and self._has_seat(head)]
+        heads += [head for head in self._queued[:1] if self._has_seat(head) and not self._waits_for_preempted(head)]
         head = min(heads, key=_order, default=None)
         return head if head is not None and self._fits(head) else None
+
+    def _has_seat(self, sequence: Sequence) -> bool:
+        """A preempted sequence had one: it waits for memory only, not for a limit that was lowered meanwhile."""
+        limits = self._most if sequence.is_preempted else self.tuning
+        return len(self._running) + len(self._in_state[SeqState.RESERVED]) < limits.max_num_seqs
 
     def _waits_for_preempted(self, reservation: Sequence) -> bool:
         """Whether a preempted sequence of its own or a higher priority has no blocks: new work must not take them."""
