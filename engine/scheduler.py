@@ -132,6 +132,11 @@ class Scheduler:
         states = (SeqState.RUNNING, SeqState.HELD, SeqState.RESERVED)
         return sum(len(sequence.token_ids) for state in states for sequence in self._in_state[state])
 
+    def num_output_tokens(self, seq: int) -> int:
+        """That the sequence has by now, those of earlier workers included; 0 where it is not known."""
+        sequence = self._sequences.get(seq)
+        return len(sequence.output_ids) if sequence is not None else 0
+
     def add(self, request: Request, now_s: float, *, prefill_only: bool) -> None:
         """Queue a sequence that fits (the engine has checked)."""
         insort(self._waiting, self._enter(request, now_s, SeqState.WAITING, prefill_only), key=_order)
