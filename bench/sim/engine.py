@@ -39,6 +39,7 @@ class EngineShape:
     num_blocks: int
     step_time: StepTime
     fingerprint: str = "sim"
+    scheduler: type[Scheduler] = Scheduler  # another one only to compare with
 
     @property
     def pool_tokens(self) -> int:
@@ -84,7 +85,7 @@ class SimEngine:
             enabled=config.prefix_cache,
         )
         stops = StopRules(frozenset(), shape.pool_tokens + 1)
-        self.scheduler = Scheduler(config, self.pool, self.cache, stops, block_size=config.block_size)
+        self.scheduler = shape.scheduler(config, self.pool, self.cache, stops, block_size=config.block_size)
         self.busy_s = 0.0
         self.num_steps = 0
         self._listener = listener
