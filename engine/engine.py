@@ -1,8 +1,8 @@
 """LocalEngine: schedule -> run -> commit, for one model on one worker.
 
 Owns the scheduler, the block pool, the prefix cache, the block exchange and the calls into the Runner. Commands (`add`,
-`reserve`, `adopt`, `drop`, and those of the exchange) never raise and never compute; what they end or answer at once comes
-out of the next `step`. All of it runs on the one engine thread. Its only clock measures how long a run took.
+`reserve`, `adopt`, `drop`, `tune`, and those of the exchange) never raise and never compute; what they end or answer at once
+comes out of the next `step`. All of it runs on the one engine thread. Its only clock measures how long a run took.
 
 When the Runner raises, each sequence of that batch is run again alone (computing the same tokens into the same blocks is
 idempotent), so one bad sequence fails alone and a batch that was merely too big succeeds in parts; whoever fails again
@@ -26,6 +26,7 @@ from engine.ports import Batch, BatchEntry, EngineLoad, Runner, SequenceEnded, S
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Chunk, Outcome, Plan, Scheduler, failed
 from engine.sequence import StopRules
+from engine.tuning import Tuning
 
 STEP_MEAN_WEIGHT = 1 / 8  # of the newest step in step_ms: the smoothing of RFC 6298 (SRTT), about the last 8 steps
 log = get_log("engine")
@@ -94,6 +95,9 @@ class LocalEngine:
     def drop(self, seq: int) -> None:
         self._scheduler.drop(seq)
         self._ended = [ended for ended in self._ended if ended.seq != seq]
+
+    def tune(self, tuning: Tuning) -> None:
+        self._scheduler.tune(tuning)
 
     # Commands: KV flows back
 
@@ -185,6 +189,7 @@ class LocalEngine:
             step_tokens=self._work.tokens,
             context_tokens=self._work.context_tokens,
             prompt_pairs=self._work.prompt_pairs,
+            tuning=scheduler.tuning,
         )
 
     def free_block_ids(self) -> tuple[int, ...]:
@@ -218,7 +223,7 @@ class LocalEngine:
 
     def _queue_s(self) -> float:
         """Seconds until what waits is computed: whole steps of the token budget at the recent pace."""
-        num_steps = 1 + self._scheduler.waiting_tokens // self._config.max_num_batched_tokens
+        num_steps = 1 + self._scheduler.waiting_tokens // self._scheduler.tuning.max_num_batched_tokens
         return 1e-3 * self._step_ms * num_steps
 
 

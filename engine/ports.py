@@ -14,6 +14,7 @@ from baton.errors import BatonError
 from baton.kv_copy import KVMemory
 from baton.kv_layout import KVLayout
 from baton.request import FinishReason, Logprobs, Request, SampledToken, SamplingParams
+from engine.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class EngineLoad:
     step_tokens: int  # prompt tokens and decodes
     context_tokens: int  # whose KV the decodes read
     prompt_pairs: float  # (query, context) of the prompts' attention
+    tuning: Tuning  # in force
 
 
 class Engine(Protocol):
@@ -207,6 +209,10 @@ class Engine(Protocol):
 
     def drop(self, seq: int) -> None:
         """End a sequence, reservation or hold in whatever state; its blocks are free on return. Idempotent."""
+        ...
+
+    def tune(self, tuning: Tuning) -> None:
+        """Take these limits, each within what the engine was started with, from the next step on. Nothing that runs is ended."""
         ...
 
     def pin(self, seq: int, hashes: Sequence[bytes]) -> None:
