@@ -25,7 +25,9 @@ DECODE_BUSY = 0.85  # likewise: batches vary, and the fullest worker misses firs
 # median: docs/goodput.md)
 TPOT_SHARE = 0.9
 KV_SHARE = 0.9  # of a pool: beyond it the next sequence soon preempts another. As router/placement.py, HEADROOM
-DRAIN_BACKLOG_S = 60.0  # in which what waits beyond the targets should be gone: about a start-up, so as long as help takes
+DRAIN_BACKLOG_S = (
+    60.0  # in which what waits beyond the targets should be gone: about a start-up, so as long as help takes
+)
 
 
 @dataclass(frozen=True, slots=True)
