@@ -8,13 +8,12 @@ of 4 bytes and each block once, 60 MB in all.
 from __future__ import annotations
 
 import gzip
-import json
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.traces import Fields, TraceError, TraceRow
+from bench.traces import MAX_TOKENS, TraceError, TraceRow, json_rows, reading
 
 BLOCK_TOKENS = 64
 SESSION_GAP_S = 300.0  # as bench/flow_back.py: some 25 sessions overlap
@@ -37,32 +36,25 @@ def stream_agentic(path: Path, *, gap_s: float = SESSION_GAP_S) -> Iterator[Trac
     Raises:
         TraceError: a row that is not as it should be (it is named).
     """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            turns = sorted(_turns(lines, gap_s), key=lambda turn: turn.at_s)
-    except (OSError, EOFError) as error:
-        raise TraceError(f"trace {path} cannot be read: {error}") from error
+    with reading(path), gzip.open(path, "rt", encoding="utf-8") as lines:
+        turns = sorted(_turns(lines, gap_s), key=lambda turn: turn.at_s)
     return _rows(turns)
 
 
 def _turns(lines: Iterable[str], gap_s: float) -> Iterator[_Turn]:
-    sessions: dict[object, int] = {}
-    last_s: dict[object, float] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise TraceError(f"line {number} is no agentic row: {error}") from error
-        row = Fields(number, found)
-        name = row.get("s")
+    sessions: dict[str, int] = {}
+    last_s: dict[str, float] = {}
+    for number, row in enumerate(json_rows(lines), 1):
+        name = str(row.get("s"))
         session = sessions.setdefault(name, len(sessions))
-        last_s[name] = row.instant("t", last_s.get(name, 0.0))
+        last_s[name] = row.instant("t", last_s.get(name))
         ids = row.ids("h")
         if max(ids, default=0) >= _SESSION_IDS:
             raise TraceError(f"line {number}: h has the id {max(ids)}; the limit is {_SESSION_IDS - 1}")
         at_s = session * gap_s + last_s[name]
-        output_tokens = max(1, row.count("out", least=0))  # 0: broken off before the first token
-        yield _Turn(at_s, session, row.count("in"), output_tokens, row.count("p", least=0), array("I", ids))
+        output_tokens = max(1, row.tokens("out", least=0))  # 0: broken off before the first token
+        num_shared = row.count("p", least=0, most=MAX_TOKENS // BLOCK_TOKENS)
+        yield _Turn(at_s, session, row.tokens("in"), output_tokens, num_shared, array("I", ids))
 
 
 def _rows(turns: Iterable[_Turn]) -> Iterator[TraceRow]:

@@ -9,7 +9,6 @@ first five minutes are left out. `season` is a candidate that was not taken over
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.traces import Fields, TraceError, find_trace, load_trace
+from bench.traces import TraceError, csv_rows, find_trace, load_trace, reading
 from router.controller.arrivals import LEADS_S, TARGET_TICKS, TICK_S, Filter, Forecaster, Level, new_bank
 
 WARM_UP_TICKS = 30
@@ -102,12 +101,11 @@ def drawn(name: str, seed: int) -> Rates:
 
 
 def _read_rates(path: Path) -> Iterator[tuple[float, float]]:
-    last_s = 0.0
-    with path.open(encoding="utf-8") as lines:
-        for number, found in enumerate(csv.DictReader(lines), 2):
-            row = Fields(number, found)
+    last_s = None
+    with reading(path), path.open(encoding="utf-8") as lines:
+        for row in csv_rows(lines):
             last_s = row.instant("t_s", last_s)
-            yield last_s, row.instant("rate_rps", 0.0)
+            yield last_s, row.rate("rate_rps")
 
 
 SERIES: dict[str, Callable[[int], Rates]] = {

@@ -5,7 +5,8 @@ ContextTokens, GeneratedTokens), and what bench/agentic.py and bench/servegen.py
 3,000 ms; each group is spread over its 3 s by seeded uniform draws, which is what Poisson arrivals look like inside a window of
 known count. Lengths are scaled by ONE factor for the whole trace, so the mix of long and short calls stays as recorded.
 
-Readers hold one row (mooncake: one group) at a time, and refuse a row with a field that is missing, negative or out of order.
+Readers hold one row (mooncake: one group) at a time, and refuse a row with a field that is missing, no number, out of bounds or
+out of order, naming line and field. Whoever must not stop halfway reads once before it begins (bench/sim/sources.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import json
 import math
 import os
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -23,6 +26,8 @@ from pathlib import Path
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens per hash id; Mooncake, FAST25-release/traces
 MOONCAKE_GRID_MS = 3_000  # spacing of its timestamps
+MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context of any public model (Llama 4 Scout)
+MAX_PAUSE_S = 7 * 86_400.0  # between two rows: a clock that jumped; the longest of the public traces is 21.6 h
 FOLDER_VARIABLE = "BATON_TRACES"
 _REPOSITORY = Path(__file__).parents[1]
 
@@ -75,8 +80,17 @@ def stream_trace(path: Path, *, seed: int) -> Iterator[TraceRow]:
     readers = {".jsonl": read_mooncake, ".csv": read_azure}
     if path.suffix not in readers:
         raise TraceError(f"trace {path} is neither .jsonl (mooncake) nor .csv (azure)")
-    with path.open(encoding="utf-8") as lines:
+    with reading(path), path.open(encoding="utf-8") as lines:
         yield from readers[path.suffix](lines, seed)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises: TraceError: what is inside cannot be read."""
+    try:
+        yield
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise TraceError(f"trace {path} cannot be read: {error}") from error
 
 
 def parse_mooncake(lines: Iterable[str], seed: int) -> list[TraceRow]:
@@ -105,34 +119,41 @@ def read_mooncake(lines: Iterable[str], seed: int) -> Iterator[TraceRow]:
 
 def _mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
     """`at_s` is the stamp as it stands, ms."""
-    last_ms = 0.0
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise TraceError(f"line {number} is no mooncake row: {error}") from error
-        if not isinstance(found, dict):
-            raise TraceError(f"line {number} is no mooncake row: it is not an object")
-        row = Fields(number, found)
-        last_ms = row.instant("timestamp", last_ms)
-        yield TraceRow(last_ms, row.count("input_length"), row.count("output_length"), row.ids("hash_ids"))
+    last_ms = None
+    for row in json_rows(lines):
+        last_ms = row.instant("timestamp", last_ms, unit_s=1e-3)
+        yield TraceRow(last_ms, row.tokens("input_length"), row.tokens("output_length"), row.ids("hash_ids"))
 
 
 def read_azure(lines: Iterable[str], _seed: int) -> Iterator[TraceRow]:
     first_s = last_s = None
-    for number, found in enumerate(csv.DictReader(lines), 2):
-        row = Fields(number, found)
-        stamp = str(row.get("TIMESTAMP"))
+    for row in csv_rows(lines):
+        last_s = row.date("TIMESTAMP", last_s)
+        first_s = last_s if first_s is None else first_s
+        yield TraceRow(last_s - first_s, row.tokens("ContextTokens"), row.tokens("GeneratedTokens"))
+
+
+def json_rows(lines: Iterable[str]) -> Iterator[Fields]:
+    for number, line in enumerate(lines, 1):
         try:
-            at_s = datetime.fromisoformat(stamp[:26]).replace(tzinfo=UTC).timestamp()  # 7 decimals; datetime takes 6
+            found = json.loads(line)
         except ValueError as error:
-            raise TraceError(f"line {number}: TIMESTAMP is {stamp!r}; it must be a date and a time") from error
-        if last_s is not None and at_s < last_s:
-            raise TraceError(
-                f"line {number}: TIMESTAMP is {stamp}, before that of the row ahead; rows must be in order"
-            )
-        last_s, first_s = at_s, at_s if first_s is None else first_s
-        yield TraceRow(at_s - first_s, row.count("ContextTokens"), row.count("GeneratedTokens"))
+            raise TraceError(f"line {number} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise TraceError(f"line {number} is no row: it is not an object")
+        yield Fields(number, found)
+
+
+def csv_rows(lines: Iterable[str]) -> Iterator[Fields]:
+    """Behind a line that names the columns."""
+    reader = csv.DictReader(lines)
+    try:
+        for found in reader:
+            if None in found:
+                raise TraceError(f"line {reader.line_num} has more fields than there are columns")
+            yield Fields(reader.line_num, found)
+    except csv.Error as error:
+        raise TraceError(f"line {reader.line_num} is no CSV row: {error}") from error
 
 
 class Fields:
@@ -148,19 +169,45 @@ class Fields:
             raise TraceError(f"line {self._number}: {name} is missing")
         return value
 
-    def count(self, name: str, *, least: int = 1) -> int:
-        value = self._number_of(name)
-        if value != int(value) or value < least:
-            raise TraceError(f"line {self._number}: {name} is {value:g}; it must be a whole number of at least {least}")
+    def tokens(self, name: str, *, least: int = 1) -> int:
+        return self.count(name, least=least, most=MAX_TOKENS)
+
+    def count(self, name: str, *, least: int, most: int) -> int:
+        value = self.number(name)
+        if value != int(value) or not least <= value <= most:
+            raise self._refused(name, f"{value:g}; it must be a whole number from {least} to {most:,}")
         return int(value)
 
-    def instant(self, name: str, last: float) -> float:
-        value = self._number_of(name)
+    def rate(self, name: str) -> float:
+        value = self.number(name)
         if value < 0:
-            raise TraceError(f"line {self._number}: {name} is {value:g}; it must be at least 0")
-        if value < last:
-            raise TraceError(f"line {self._number}: {name} is {value:g}, before {last:g}; rows must be in order")
+            raise self._refused(name, f"{value:g}; it must be at least 0")
         return value
+
+    def instant(self, name: str, last: float | None, *, unit_s: float = 1.0) -> float:
+        """`last`: that of the row ahead, None for the first one."""
+        value = self.rate(name)
+        if last is not None:
+            self._check_order(name, value, unit_s * (value - last), f"{last:g}")
+        return value
+
+    def date(self, name: str, last_s: float | None) -> float:
+        """Seconds since 1970."""
+        stamp = str(self.get(name))
+        try:
+            at_s = datetime.fromisoformat(stamp[:26]).replace(tzinfo=UTC).timestamp()  # 7 decimals; datetime takes 6
+        except ValueError as error:
+            raise self._refused(name, f"{stamp!r}; it must be a date and a time") from error
+        if last_s is not None:
+            self._check_order(name, stamp, at_s - last_s, "that of the row ahead")
+        return at_s
+
+    def _check_order(self, name: str, value: object, pause_s: float, last: str) -> None:
+        shown = f"{value:g}" if isinstance(value, float) else f"{value}"
+        if pause_s < 0:
+            raise self._refused(name, f"{shown}, before {last}; rows must be in order")
+        if pause_s > MAX_PAUSE_S:
+            raise self._refused(name, f"{shown}, {pause_s:g} s after {last}; the limit is {MAX_PAUSE_S:g} s")
 
     def ids(self, name: str) -> tuple[int, ...]:
         value = self.get(name)
@@ -168,15 +215,18 @@ class Fields:
             raise TraceError(f"line {self._number}: {name} must be a list of whole numbers of at least 0")
         return tuple(value)
 
-    def _number_of(self, name: str) -> float:
+    def number(self, name: str) -> float:
         value = self.get(name)
         try:
             number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-        except ValueError:
+        except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise TraceError(f"line {self._number}: {name} is {value!r}; it must be a number")
+            raise self._refused(name, f"{value!r:.80}; it must be a number")
         return number
+
+    def _refused(self, name: str, why: str) -> TraceError:
+        return TraceError(f"line {self._number}: {name} is {why}")
 
 
 # -- scale -------------------------------------------------------------------------------------------------------------

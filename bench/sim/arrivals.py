@@ -6,19 +6,18 @@ A varying rate is a Poisson process whose candidates come at the highest rate an
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Protocol
 
-from bench.traces import Fields, TraceError, TraceRow
+from bench.traces import MAX_TOKENS, TraceError, TraceRow, csv_rows, reading
 from bench.workload import Lengths
 
 
@@ -134,14 +133,9 @@ def synthetic(
 # -- servegen ----------------------------------------------------------------------------------------------------------
 
 
-def servegen(rates: Path, lengths: Path, *, scale: float, seed: int) -> Iterator[TraceRow]:
-    """Calls at `scale` times the recorded rate, of the recorded lengths, prompts and answers drawn apart; without end.
-
-    Raises:
-        TraceError: a row that is not as it should be (it is named).
-    """
-    table = read_rates(rates)
-    return synthetic(instants(_scaled(table, scale), seed), *read_lengths(lengths), seed)
+def servegen(table: Table, lengths: tuple[Shares, Shares], *, scale: float, seed: int) -> Iterator[TraceRow]:
+    """Calls at `scale` times the recorded rate, of the recorded lengths, prompts and answers drawn apart; without end."""
+    return synthetic(instants(_scaled(table, scale), seed), *lengths, seed)
 
 
 def mean_rate(table: Table) -> float:
@@ -153,17 +147,22 @@ def _scaled(table: Table, scale: float) -> Table:
 
 
 def read_rates(path: Path) -> Table:
-    """t_s, rate_rps."""
+    """t_s, rate_rps.
+
+    Raises:
+        TraceError: a row that is not as it should be (it is named).
+    """
     times: list[float] = []
     rates: list[float] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, found in enumerate(csv.DictReader(lines), 2):
-            row = Fields(number, found)
-            times.append(row.instant("t_s", times[-1] if times else 0.0))
-            rates.append(row.instant("rate_rps", 0.0))
+    with reading(path), path.open(encoding="utf-8") as lines:
+        for row in csv_rows(lines):
+            times.append(row.instant("t_s", times[-1] if times else None))
+            rates.append(row.rate("rate_rps"))
     if len(times) < 2 or not any(rates):
         raise TraceError(f"{path} has no two rows with a rate")
     step_s = times[1] - times[0]
+    if not step_s:
+        raise TraceError(f"line 3: t_s is {times[1]:g}, as in the row ahead; rows must be some seconds apart")
     for number, (before, after) in enumerate(pairwise(times), 3):
         if not math.isclose(after - before, step_s):
             raise TraceError(f"line {number}: t_s is {after:g}; rows must be {step_s:g} s apart")
@@ -171,17 +170,36 @@ def read_rates(path: Path) -> Table:
 
 
 def read_lengths(path: Path) -> tuple[Shares, Shares]:
-    """Of prompts and of answers."""
+    """Of prompts and of answers. Raises: TraceError: what is not as it should be (field and length are named)."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with reading(path), gzip.open(path, "rt", encoding="utf-8") as file:
             found = json.load(file)
-        return _shares(found["input_tokens"]), _shares(found["output_tokens"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{path} holds no lengths: {error!r}") from error
+    except ValueError as error:
+        raise TraceError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise TraceError(f"{path} holds no lengths: it is not an object")
+    return _shares(path, found, "input_tokens"), _shares(path, found, "output_tokens")
 
 
-def _shares(found: dict[str, float]) -> Shares:
-    pairs = sorted((int(length), float(share)) for length, share in found.items() if int(length) > 0)
-    if not pairs or any(share < 0 for _, share in pairs):
-        raise ValueError("no lengths, or a negative share")
-    return Shares([length for length, _ in pairs], list(accumulate(share for _, share in pairs)))
+def _shares(path: Path, whole: Mapping[str, object], name: str) -> Shares:
+    """Lengths below 1 are left out: nobody asks for them."""
+    found = whole.get(name)
+    if not isinstance(found, dict):
+        raise TraceError(f"{path}: {name} is missing")
+    pairs = sorted((_length(path, name, text), _share(path, name, text, share)) for text, share in found.items())
+    kept = [(length, share) for length, share in pairs if length > 0]
+    if not any(share for _, share in kept):
+        raise TraceError(f"{path}: {name} has no length with a share")
+    return Shares([length for length, _ in kept], list(accumulate(share for _, share in kept)))
+
+
+def _length(path: Path, name: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > len(str(MAX_TOKENS)) or int(text) > MAX_TOKENS:
+        raise TraceError(f"{path}: {name} has the length {text!r:.80}; it must be a whole number up to {MAX_TOKENS:,}")
+    return int(text)
+
+
+def _share(path: Path, name: str, length: str, share: object) -> float:
+    if not isinstance(share, int | float) or not 0 <= share < math.inf:
+        raise TraceError(f"{path}: {name} of length {length} has the share {share!r:.80}; it must be at least 0")
+    return float(share)

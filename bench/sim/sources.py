@@ -78,12 +78,13 @@ def trace_source(trace: str, *, rate: float | None, speed: float, num_calls: int
 
 def servegen_source(*, rate: float | None, speed: float, num_calls: int) -> Source:
     """Raises: TraceError: it is not there, or a row is not as it should be (it is named)."""
-    rates, lengths = map(find_trace, SERVEGEN)
+    rates, pdf = map(find_trace, SERVEGEN)
+    table, lengths = arrivals.read_rates(rates), arrivals.read_lengths(pdf)  # before anything runs
     if rate is not None:
-        speed = rate / arrivals.mean_rate(arrivals.read_rates(rates))
+        speed = rate / arrivals.mean_rate(table)
 
     def stream(seed: int) -> Iterator[TraceRow]:
-        return islice(arrivals.servegen(rates, lengths, scale=speed, seed=seed), num_calls)
+        return islice(arrivals.servegen(table, lengths, scale=speed, seed=seed), num_calls)
 
     return Source(stream, num_calls, has_content=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -12,8 +12,19 @@ import pytest
 
 from bench.agentic import stream_agentic
 from bench.sim import arrivals, sources
-from bench.traces import TraceError, TraceRow, find_trace, read_azure, read_mooncake, stream_trace
+from bench.traces import (
+    FOLDER_VARIABLE,
+    TraceError,
+    TraceRow,
+    find_trace,
+    json_rows,
+    read_azure,
+    read_mooncake,
+    stream_trace,
+)
 from bench.workload import Lengths
+
+Reader = Callable[[list[str], int], Iterator[object]]
 
 AZURE = [
     "TIMESTAMP,ContextTokens,GeneratedTokens",
@@ -38,10 +49,15 @@ def named(name: str) -> str:
     ("changes", "message"),
     [
         ({"input_length": None}, "line 2: input_length is missing"),
-        ({"input_length": -4}, "line 2: input_length is -4; it must be a whole number of at least 1"),
+        ({"input_length": -4}, "line 2: input_length is -4; it must be a whole number from 1 to 10,000,000"),
+        ({"input_length": 1e12}, "line 2: input_length is 1e\\+12; it must be a whole number from 1 to 10,000,000"),
+        ({"input_length": 10**400}, "line 2: input_length is 1000.*; it must be a number"),
+        ({"input_length": True}, "line 2: input_length is True; it must be a number"),
         ({"output_length": 1.5}, "line 2: output_length is 1.5"),
         ({"output_length": "many"}, "line 2: output_length is 'many'; it must be a number"),
         ({"timestamp": float("nan")}, "line 2: timestamp is nan"),
+        ({"timestamp": float("inf")}, "line 2: timestamp is inf"),
+        ({"timestamp": 1e12}, r"line 2: timestamp is 1e\+12, 1e\+09 s after 3000; the limit is 604800 s"),
         ({"timestamp": -1}, "line 2: timestamp is -1; it must be at least 0"),
         ({"timestamp": 2_000}, "line 2: timestamp is 2000, before 3000; rows must be in order"),
         ({"hash_ids": [-1]}, "line 2: hash_ids must be a list"),
@@ -61,12 +77,48 @@ def test_a_mooncake_row_that_is_not_as_it_should_be_is_named_with_its_field(
         ("2023-11-16 18:15:56.6805900,,44", "line 4: ContextTokens is missing"),
         ("2023-11-16 18:15:56.6805900,12,-1", "line 4: GeneratedTokens is -1"),
         ("yesterday,12,1", "line 4: TIMESTAMP is 'yesterday'"),
+        ("nan,12,1", "line 4: TIMESTAMP is 'nan'; it must be a date and a time"),
+        ("2023-11-16 18:15:57,nan,1", "line 4: ContextTokens is 'nan'; it must be a number"),
+        ("2023-11-16 18:15:57,12", "line 4: GeneratedTokens is missing"),
         ("2023-11-16 18:15:46.0000000,12,1", "line 4: TIMESTAMP is .* before that of the row ahead"),
+        ("2024-11-16 18:15:46.0000000,12,1", "line 4: TIMESTAMP is .* s after that of the row ahead; the limit is"),
     ],
 )
 def test_an_azure_row_that_is_not_as_it_should_be_is_named_with_its_field(row: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         list(read_azure([*AZURE, row], 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n", "line 2 is not JSON"),
+        ("[1, 2]", "line 2 is no row: it is not an object"),
+        ('{"timestamp": 3000', "line 2 is not JSON"),
+    ],
+)
+@pytest.mark.parametrize("reader", [read_mooncake, lambda lines, _seed: json_rows(lines)], ids=["mooncake", "any"])
+def test_a_line_that_is_no_object_is_named(reader: Reader, text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        list(reader([mooncake(), text], 0))
+
+
+def test_a_row_behind_blank_lines_is_named_by_its_own_line() -> None:
+    with pytest.raises(TraceError, match="line 6: GeneratedTokens is -1"):
+        list(read_azure([*(line + "\n" for line in AZURE), "\n", "\n", "2023-11-16 18:15:57,12,-1\n"], 0))
+
+
+def test_a_row_that_was_shifted_by_a_comma_is_refused() -> None:
+    with pytest.raises(TraceError, match="line 4 has more fields than there are columns"):
+        list(read_azure([*AZURE, "2023-11-16 18:15:57,1,012,44"], 0))
+
+
+@pytest.mark.parametrize(("name", "reader"), [("t.csv", stream_trace), ("t.jsonl", stream_trace)])
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, name: str, reader: Callable[..., Iterator[TraceRow]]) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=f"{name} cannot be read"):
+        list(reader(path, seed=0))
 
 
 def test_readers_hold_no_more_rows_than_they_need() -> None:
@@ -112,6 +164,12 @@ def test_agentic_requests_share_blocks_within_their_session_alone(tmp_path: Path
         ({"t": -2}, "line 2: t is -2"),
         ({"in": 0}, "line 2: in is 0"),
         ({"h": 4}, "line 2: h"),
+        ({"h": [1 << 17]}, "line 2: h has the id 131072; the limit is 131071"),
+        ({"t": float("nan")}, "line 2: t is nan"),
+        ({"t": 1e9}, r"line 2: t is 1e\+09, 1e\+09 s after 0; the limit is 604800 s"),
+        ({"p": 1 << 40}, "line 2: p is 1.*; it must be a whole number from 0 to"),
+        ({"out": None}, "line 2: out is missing"),
+        ({"s": None}, "line 2: s is missing"),
     ],
 )
 def test_an_agentic_row_that_is_not_as_it_should_be_is_named(
@@ -119,6 +177,31 @@ def test_an_agentic_row_that_is_not_as_it_should_be_is_named(
 ) -> None:
     with pytest.raises(TraceError, match=message):
         list(stream_agentic(agentic(tmp_path / "x.jsonl.gz", {}, changes)))
+
+
+def test_an_agentic_session_that_goes_back_in_time_is_named_and_another_one_may_begin_anew(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"t": 5.0}, {"s": "b", "t": 1.0}, {"t": 4.0}]
+    with pytest.raises(TraceError, match="line 3: t is 4, before 5; rows must be in order"):
+        list(stream_agentic(agentic(tmp_path / "x.jsonl.gz", *rows)))
+    assert len(list(stream_agentic(agentic(tmp_path / "y.jsonl.gz", *rows[:2])))) == 2
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.98], ids=["cut", "nearly whole"])
+def test_an_agentic_file_that_was_cut_is_named_and_gives_no_row(tmp_path: Path, keep: float) -> None:
+    path = agentic(tmp_path / "x.jsonl.gz", *[{"t": float(second), "h": [second]} for second in range(500)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole))])
+    with pytest.raises(TraceError, match=r"x\.jsonl\.gz cannot be read"):
+        stream_agentic(path)
+
+
+def test_an_agentic_file_with_damaged_bytes_is_named(tmp_path: Path) -> None:
+    path = agentic(tmp_path / "x.jsonl.gz", *[{"t": float(second), "h": [second]} for second in range(500)])
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2 : len(damaged) // 2 + 40] = bytes(40)
+    path.write_bytes(damaged)
+    with pytest.raises(TraceError, match=r"line|cannot be read"):
+        stream_agentic(path)
 
 
 def azure_file(folder: Path) -> str:
@@ -189,6 +272,59 @@ def test_a_table_of_rates_must_be_even(tmp_path: Path) -> None:
     path.write_text("t_s,rate_rps\n0,1\n600,2\n900,1\n")
     with pytest.raises(TraceError, match="line 4: t_s is 900; rows must be 600 s apart"):
         arrivals.read_rates(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0,1\n600,-2", "line 3: rate_rps is -2; it must be at least 0"),
+        ("0,1\n600,nan", "line 3: rate_rps is 'nan'; it must be a number"),
+        ("0,1\n600,", "line 3: rate_rps is missing"),
+        ("600,1\n0,2", "line 3: t_s is 0, before 600; rows must be in order"),
+        ("0,1\n0,2", "line 3: t_s is 0, as in the row ahead"),
+        ("0,1\n1e9,2", r"line 3: t_s is 1e\+09, 1e\+09 s after 0; the limit is 604800 s"),
+        ("0,0\n600,0", "no two rows with a rate"),
+        ("0,1", "no two rows with a rate"),
+    ],
+)
+def test_a_row_of_rates_that_is_not_as_it_should_be_is_named(tmp_path: Path, rows: str, message: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(f"t_s,rate_rps\n{rows}\n")
+    with pytest.raises(TraceError, match=message):
+        arrivals.read_rates(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_tokens": None}, "input_tokens is missing"),
+        ({"output_tokens": {"5": -0.5}}, "output_tokens of length 5 has the share -0.5; it must be at least 0"),
+        ({"output_tokens": {"5": float("nan")}}, "output_tokens of length 5 has the share nan"),
+        ({"output_tokens": {"5": "much"}}, "output_tokens of length 5 has the share 'much'"),
+        ({"output_tokens": {"five": 1.0}}, "output_tokens has the length 'five'; it must be a whole number"),
+        ({"output_tokens": {"10000001": 1.0}}, "output_tokens has the length '10000001'"),
+        ({"output_tokens": {"0": 1.0, "5": 0.0}}, "output_tokens has no length with a share"),
+    ],
+)
+def test_lengths_that_are_not_as_they_should_be_are_named(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "l.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"input_tokens": {"4": 1.0}, "output_tokens": {"5": 1.0}} | changes, file)
+    with pytest.raises(TraceError, match=message):
+        arrivals.read_lengths(path)
+
+
+def test_a_bad_table_of_rates_is_refused_before_a_call_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "servegen").mkdir()
+    (tmp_path / sources.SERVEGEN[0]).write_text("t_s,rate_rps\n0,1\n600,-1\n")
+    (tmp_path / sources.SERVEGEN[1]).write_bytes(b"")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    with pytest.raises(TraceError, match="line 3: rate_rps is -1"):
+        sources.servegen_source(rate=None, speed=1.0, num_calls=5)
 
 
 @pytest.mark.parametrize(
