@@ -1,0 +1,171 @@
+"""The autoscaler's facts, from what routers and workers say. Pure; the controller and the simulator make them with this.
+
+Classes: the short window says what is, the long one steadies it: a mean over calls is of both together, the short one's calls
+counted whole and the rest as if there were PRIOR_CALLS of them. So a change of the mix shows within seconds where there are
+many calls, and a single long prompt is no change. Attainment is the short window's alone.
+Steps: only models that have learned count, since the roofline they begin with may be of other GPUs; who knows the workers'
+step times (simulator, emulator) gives Terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import InvalidRequest
+from baton.request import Role
+from baton.slo import SLO
+from baton.v1 import worker_pb2
+from router.controller.autoscaler.facts import Blueprint, ClassTraffic, FleetFacts, WorkerFacts, WorkerLoad
+from router.controller.measures import ClassForecast
+from router.controller.observer import FleetView
+from router.controller.settings import Budget
+from router.controller.step_model import MIN_SAMPLES, StepModel, Terms
+from router.ring import LONG_S, SHORT_S
+from router.windows import BUCKETS_PER_DOUBLING, ClassWindow
+
+PRIOR_CALLS = (
+    20.0  # lengths vary by as much as their mean (azure, mooncake): the mean of so many calls is off by a quarter
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What does not change from look to look."""
+
+    kv_bytes_per_token: float
+    link_bytes_per_s: float
+    usd_per_gpu_hour: Mapping[str, float] = field(default_factory=dict)  # by shape
+    blueprints: Mapping[Role, Blueprint] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidRequest: a number that cannot be."""
+        prices = {f"usd_per_gpu_hour[{shape}]": usd for shape, usd in self.usd_per_gpu_hour.items()}
+        for name, value in {
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            **prices,
+        }.items():
+            if not 0 <= value < math.inf:  # NaN fails, too
+                raise InvalidRequest(f"{name} is {value}; it must be a number of at least 0", field=name)
+
+
+def gather(
+    now_s: float,
+    *,
+    view: FleetView,
+    forecasts: Sequence[ClassForecast],
+    classes: Sequence[SLO],
+    steps: Mapping[Role, Terms],
+    workers: Iterable[WorkerFacts],
+    budget: Budget,
+    surroundings: Surroundings,
+    start_up_s: float,
+    local_prefill_tokens: int = 0,
+    queued_tokens: int = 0,
+    spare_gpus: int | None = None,
+    missing_s: float = 0.0,
+) -> FleetFacts:
+    """`classes`: those in force; what routers say of others is left out. `start_up_s`: the lead that forecasts need at least."""
+    windows = {(window.class_name, window.window_s): window for window in view.classes}
+    coming = {forecast.class_name: _coming_rate(forecast, start_up_s) for forecast in forecasts}
+    return FleetFacts(
+        now_s=now_s,
+        workers=tuple(workers),
+        classes=tuple(
+            _traffic(
+                slo,
+                windows.get((slo.name, SHORT_S)),
+                windows.get((slo.name, LONG_S)),
+                coming.get(slo.name),
+                heard=view.num_routers > 0,
+            )
+            for slo in classes
+        ),
+        steps=steps,
+        budget=budget,
+        kv_bytes_per_token=surroundings.kv_bytes_per_token,
+        link_bytes_per_s=surroundings.link_bytes_per_s,
+        local_prefill_tokens=local_prefill_tokens,
+        queued_tokens=queued_tokens,
+        oldest_queued_s=view.oldest_queued_s,
+        spare_gpus=spare_gpus,
+        missing_s=missing_s,
+        usd_per_gpu_hour=surroundings.usd_per_gpu_hour,
+        blueprints=surroundings.blueprints,
+    )
+
+
+def learned(models: Mapping[str, StepModel]) -> dict[Role, Terms]:
+    """Of the roles whose workers have been seen at work; `models`: by a role's name, as Measures has them."""
+    return {Role[name.upper()]: model.terms for name, model in models.items() if model.num_samples >= MIN_SAMPLES}
+
+
+def load_of(load: worker_pb2.Load, at_s: float, block_tokens: int) -> WorkerLoad:
+    """What a worker's report says, heard at `at_s`; `block_tokens`: its block size."""
+    return WorkerLoad(
+        at_s=at_s,
+        num_seqs=load.num_running + load.num_waiting + load.num_tickets,
+        waiting_tokens=load.waiting_tokens,
+        used_tokens=block_tokens * (load.active_blocks + load.reserved_blocks),
+        step_s=load.step_ms / 1e3,
+        num_preemptions=load.num_preemptions,
+    )
+
+
+def _coming_rate(forecast: ClassForecast, start_up_s: float) -> float | None:
+    """At the shortest lead that a start-up fits into, else at the longest there is; None: nobody foresees anything."""
+    leads = sorted(forecast.forecasts, key=lambda of_lead: of_lead.lead_s)
+    if not leads:
+        return forecast.rate
+    return next((of_lead for of_lead in leads if of_lead.lead_s >= start_up_s), leads[-1]).rate
+
+
+def _traffic(
+    slo: SLO, short: ClassWindow | None, long: ClassWindow | None, coming_rate: float | None, *, heard: bool
+) -> ClassTraffic:
+    """Windows are None where the class had no call of late, or no router lives."""
+    none = ClassWindow(slo.name, SHORT_S, SHORT_S)
+    now, lately = short or none, long or none
+    prompt = _mean(now.prompt_tokens, now.num_prompts, lately.prompt_tokens, lately.num_prompts)
+    cached = _mean(now.cached_tokens, now.num_prompts, lately.cached_tokens, lately.num_prompts)
+    return ClassTraffic(
+        slo=slo,
+        rate=now.per_s(now.num_arrived) if heard else None,
+        coming_rate=coming_rate,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        prompt_pairs=_pairs(prompt, cached, lately.prompt_lengths),
+        output_tokens=_mean(now.output_tokens, now.num_outputs, lately.output_tokens, lately.num_outputs),
+        num_judged=now.num_judged,
+        num_missed_ttft=now.num_missed_ttft,
+        num_missed_tpot=now.num_missed_tpot + now.num_missed_itl,
+        num_failed=now.num_failed + now.num_missed_e2e,
+    )
+
+
+def _mean(total: float, count: float, lately_total: float, lately_count: float) -> float | None:
+    """Over calls; None: there were none."""
+    if not lately_count:
+        return total / count if count else None
+    return (total + PRIOR_CALLS * lately_total / lately_count) / (count + PRIOR_CALLS)
+
+
+def _pairs(prompt: float | None, cached: float | None, lengths: Sequence[float]) -> float | None:
+    """Of what is not cached: those of the whole prompt less those of its cached beginning. Prompts vary, and pairs go by the
+    square, so the histogram says how much more than a mean prompt's there are."""
+    if prompt is None or cached is None:
+        return None
+    return _spread(lengths) * (prompt**2 - min(cached, prompt) ** 2) / 2
+
+
+def _spread(lengths: Sequence[float]) -> float:
+    """The mean of squares over the square of the mean; 1 = all alike."""
+    middles = [2.0 ** ((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(lengths))]
+    count = sum(lengths)
+    if not count:
+        return 1.0
+    mean = sum(num * middle for num, middle in zip(lengths, middles, strict=True)) / count
+    squares = sum(num * middle**2 for num, middle in zip(lengths, middles, strict=True)) / count
+    return squares / mean**2
