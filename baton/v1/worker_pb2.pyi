@@ -732,7 +732,7 @@ class Load(_message.Message):
     next_role: Global___Role.ValueType
     """that it takes once it is idle; until then it is draining. Unspecified: it keeps its role"""
     idle: _builtins.bool
-    """nothing is open here, and every router has read of every end"""
+    """draining, nothing has been open for a heartbeat, and routers have read of every end:"""
     @_builtins.property
     def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """transfers that failed, by reason: kv_transfer/failure.py"""
