@@ -31,7 +31,7 @@ from router.controller.admin_models import (
     Version,
 )
 from router.controller.controller import Controller
-from router.controller.feasibility import NO_FORECAST, Floor, FloorSource, Forecast, infeasible
+from router.controller.feasibility import NO_FORECAST, Floor, FloorSource, Forecast, NoForecast, infeasible
 from router.controller.slo_changes import DEFAULT_CLASS, changes, contradiction, with_class
 from router.controller.slo_merge import class_of, patched, patched_set
 from router.controller.slo_store import SLOSet
@@ -98,7 +98,7 @@ def slo_routes(
         response.headers["etag"] = etag(revision.version)
         return _set_json(controller, revision)
 
-    def dry_run(if_match: str | None, change: Callable[[SLOSet], SLOSet]) -> dict[str, object]:
+    async def dry_run(if_match: str | None, change: Callable[[SLOSet], SLOSet]) -> dict[str, object]:
         base = controller.slo
         if if_match is not None:
             require_match(if_match, base.version, base.who)
@@ -110,7 +110,7 @@ def slo_routes(
             "changes": _changes_json(base.value, classes),
             "classes": _classes_json(classes),
             "floor": _floor_json(floors.floor()),
-            "prediction": _prediction_json(forecast, classes),
+            "prediction": await _prediction_json(forecast, base.value, classes),
         }
 
     @api.get("/slo", dependencies=[view])
@@ -133,7 +133,7 @@ def slo_routes(
 
     @api.post("/slo:dryRun", dependencies=[view])
     async def dry_run_set(body: DryRun, if_match: IfMatch = None) -> dict[str, object]:
-        return dry_run(if_match, lambda base: patched_set(() if body.replace else base, body.classes))
+        return await dry_run(if_match, lambda base: patched_set(() if body.replace else base, body.classes))
 
     @api.get("/slo/history", dependencies=[view])
     async def history(
@@ -197,7 +197,7 @@ def slo_routes(
 
     @api.post("/slo/{name}:dryRun", dependencies=[view])
     async def dry_run_class(name: Name, body: PatchClass, if_match: IfMatch = None) -> dict[str, object]:
-        return dry_run(if_match, lambda base: _patched_class(base, name, body))
+        return await dry_run(if_match, lambda base: _patched_class(base, name, body))
 
     @api.get("/attainment", dependencies=[view])
     async def attainment() -> dict[str, object]:
@@ -232,11 +232,14 @@ def _floor_json(floor: Floor) -> dict[str, object]:
     return {"ttft_ms": floor.ttft_ms, "tpot_ms": floor.tpot_ms, "source": floor.source or "nothing is measured yet"}
 
 
-def _prediction_json(forecast: Forecast | None, classes: SLOSet) -> dict[str, object]:
+async def _prediction_json(forecast: Forecast | None, before: SLOSet, after: SLOSet) -> dict[str, object]:
     if forecast is None:
         return {"available": False, "reason": NO_FORECAST}
-    predicted = forecast.predict(classes)
-    return {"available": True, "classes": {name: dataclasses.asdict(value) for name, value in predicted.items()}}
+    try:
+        outlook = await forecast.predict(before, after)
+    except NoForecast as error:
+        return {"available": False, "reason": str(error)}
+    return {"available": True, **dataclasses.asdict(outlook)}
 
 
 def _set_json(controller: Controller, revision: Revision[SLOSet]) -> dict[str, object]:

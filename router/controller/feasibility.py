@@ -41,9 +41,22 @@ class Prediction:
     high: float
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a change would do."""
+
+    classes: Mapping[str, Prediction]  # by name
+    unknown: Mapping[str, str]  # classes that nothing can be said of, and why
+    assumptions: tuple[str, ...] = ()
+
+
+class NoForecast(Exception):
+    """Nothing can be said; the message says why, for the operator."""
+
+
 class Forecast(Protocol):
-    def predict(self, classes: Sequence[SLO]) -> Mapping[str, Prediction]:
-        """By class name; a class that nothing is known of is left out."""
+    async def predict(self, before: Sequence[SLO], after: Sequence[SLO]) -> Outlook:
+        """With the classes `after` in place of `before`, which are in force. Raises: NoForecast."""
         ...
 
 

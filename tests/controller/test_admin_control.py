@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import Database, open_database
 from router.controller.decisions import Decision
-from router.controller.feasibility import Floor, MeasuredFloor, Prediction
+from router.controller.feasibility import Floor, MeasuredFloor, Outlook, Prediction
 from router.controller.settings import Mode
 
 TOKENS = [Token.of("ann", "operator", "op-secret"), Token.of("dash", "viewer", "view-secret")]
@@ -41,8 +41,10 @@ class FixedFloor:
 
 
 class FixedForecast:
-    def predict(self, classes: Sequence[SLO]) -> Mapping[str, Prediction]:
-        return {slo.name: Prediction(0.97, 0.93, 0.99) for slo in classes}
+    async def predict(self, before: Sequence[SLO], after: Sequence[SLO]) -> Outlook:
+        return Outlook(
+            {slo.name: Prediction(0.97, 0.93, 0.99) for slo in after}, {"gold": "no calls"}, ("all else stays",)
+        )
 
 
 @asynccontextmanager
@@ -170,6 +172,7 @@ async def test_a_planner_s_prediction_is_part_of_the_dry_run(lite: Database) -> 
     prediction = dry.json()["prediction"]
     assert prediction["available"] is True
     assert prediction["classes"]["batch"] == {"attainment": 0.97, "low": 0.93, "high": 0.99}
+    assert (prediction["unknown"], prediction["assumptions"]) == ({"gold": "no calls"}, ["all else stays"])
 
 
 @pytest.mark.parametrize(
