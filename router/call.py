@@ -268,6 +268,10 @@ class Calls:
         """How long the call has waited that waits longest for its turn; 0 = none waits."""
         return self._turns.oldest_s()
 
+    def queued_tokens(self) -> int:
+        """Of prompts that wait for their turn."""
+        return self._turns.queued_tokens()
+
     def slack(self) -> Slack:
         """What the other classes leave to batches, under the tightest TPOT target in force."""
         targets = [slo.tpot_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]

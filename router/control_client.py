@@ -57,6 +57,8 @@ class CallCounts(Protocol):
 
     def oldest_queued_s(self) -> float: ...
 
+    def queued_tokens(self) -> int: ...
+
 
 class ControlClient:
     """Runs until closed."""
@@ -169,6 +171,7 @@ class ControlClient:
                 for name, count in self._calls.goodput.arrivals()
             ],
             oldest_queued_s=self._calls.oldest_queued_s(),
+            queued_tokens=self._calls.queued_tokens(),
         )
         return report, views_s + classes_s + workers_s
 

@@ -181,6 +181,10 @@ class Turns:
         self.admission.leave(turn, now_s)
         self._pump()
 
+    def queued_tokens(self) -> int:
+        """Of prompts that wait."""
+        return int(self.admission.queue.tokens)
+
     def oldest_s(self) -> float:
         """Age of the oldest call in the queue; 0 = none waits."""
         oldest_s = self.admission.queue.oldest_since_s()

@@ -335,6 +335,7 @@ class RouterReport(_message.Message):
     WORKER_WINDOWS_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
     OLDEST_QUEUED_S_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     slo_version: _builtins.int
     """in force at this router"""
@@ -342,6 +343,8 @@ class RouterReport(_message.Message):
     pid: _builtins.int
     oldest_queued_s: _builtins.float
     """age of the call that waits longest for its turn; 0 = none waits"""
+    queued_tokens: _builtins.int
+    """of prompts that wait for their turn"""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassVerdicts]: ...
     @_builtins.property
@@ -370,10 +373,11 @@ class RouterReport(_message.Message):
         worker_windows: _abc.Iterable[Global___WorkerWindow] | None = ...,
         arrived: _abc.Iterable[Global___ClassArrivals] | None = ...,
         oldest_queued_s: _builtins.float = ...,
+        queued_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "class_windows", b"class_windows", "explained", b"explained", "num_inflight", b"num_inflight", "oldest_queued_s", b"oldest_queued_s", "pid", b"pid", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "worker_windows", b"worker_windows", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "class_windows", b"class_windows", "explained", b"explained", "num_inflight", b"num_inflight", "oldest_queued_s", b"oldest_queued_s", "pid", b"pid", "queued_tokens", b"queued_tokens", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "worker_windows", b"worker_windows", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
