@@ -88,6 +88,21 @@ class Deployment:
             config = replace(config, max_num_batched_tokens=tokens, chunk_tokens=tokens)
         return EngineShape(config, self._num_blocks(self.hardware(role)), self.step_time(role))
 
+    def worker_shape(self, role: Role) -> EngineShape:
+        """Of a worker that begins in this role and may flip: started with the highest limits of any role on its hardware.
+
+        Raises:
+            ConfigError: the model does not fit.
+        """
+        shape = self.shape(role)
+        configs = [self.shape(other).config for other in Role if self.hardware(other) == self.hardware(role)]
+        most = replace(
+            shape.config,
+            max_num_batched_tokens=max(config.max_num_batched_tokens for config in configs),
+            chunk_tokens=max(config.chunk_tokens for config in configs),
+        )
+        return replace(shape, config=most, first_tuning=shape.tuning)
+
     def hardware(self, role: Role) -> Hardware:
         """Of a worker; one that does both has what prefill has."""
         return (role is Role.DECODE and self.decode_hardware) or Hardware(self.gpu, self.tp)

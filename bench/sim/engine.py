@@ -7,13 +7,14 @@
 
 As in worker/engine_thread.py commands are carried out between steps only. One that comes during a run ends it at the end of the
 step under way, which is exactly when stepping would have carried it out. Never asks what a token is.
+`halt` is death: the step under way is lost, the ones before it are not, and nothing is ever done again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from engine.prefix_cache import PrefixCache
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import StopRules
 from engine.timing.step_time import Batch, StepTime
+from engine.tuning import Tuning
 
 _SAMPLE = Sample(ANSWER_TOKEN, None)
 
@@ -40,10 +42,45 @@ class EngineShape:
     step_time: StepTime
     fingerprint: str = "sim"
     scheduler: type[Scheduler] = Scheduler  # another one only to compare with
+    first_tuning: Tuning | None = None  # that it begins with; None = all that `config` allows
+
+    @property
+    def tuning(self) -> Tuning:
+        return self.first_tuning or self.most
+
+    @property
+    def most(self) -> Tuning:
+        return Tuning.of(self.config)
 
     @property
     def pool_tokens(self) -> int:
         return self.num_blocks * self.config.block_size
+
+
+@dataclass(slots=True)
+class Work:
+    """What steps computed in all, and how long they took: what workers tell a model of their steps."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    tokens: int = 0
+    context_tokens: int = 0  # whose KV the decodes read
+    prompt_pairs: float = 0.0  # (query, context) of the prompts' attention
+
+    def add(self, batch: Batch, took_s: float) -> None:
+        """One step more."""
+        self.num_steps += 1
+        self.busy_s += took_s
+        self.tokens += batch.num_tokens
+        self.context_tokens += batch.decode_context_tokens
+        self.prompt_pairs += batch.num_prefill_pairs
+
+    def add_run(self, num_seqs: int, context_tokens: int, num_steps: int, took_s: float) -> None:
+        """So many steps more, of decodes alone; the first of them reads `context_tokens`."""
+        self.num_steps += num_steps
+        self.busy_s += took_s
+        self.tokens += num_seqs * num_steps
+        self.context_tokens += num_steps * context_tokens + num_seqs * (num_steps * (num_steps - 1) // 2)
 
 
 class Listener(Protocol):
@@ -86,14 +123,16 @@ class SimEngine:
         )
         stops = StopRules(frozenset(), shape.pool_tokens + 1)
         self.scheduler = shape.scheduler(config, self.pool, self.cache, stops, block_size=config.block_size)
-        self.busy_s = 0.0
-        self.num_steps = 0
+        self.scheduler.tune(shape.tuning)
+        self.is_halted = False
+        self._work = Work()
         self._listener = listener
         self._fast = fast
         self._commands: list[Callable[[], SequenceEnded | None]] = []
         self._run: _Run | None = None
         self._is_stepping = False
-        self._version = 0  # of the event that ends the step under way
+        self._began_s = 0.0  # the step or run under way
+        self._version = 0  # of the event that ends it
 
     # Commands
 
@@ -109,6 +148,9 @@ class SimEngine:
     def drop(self, seq: int, now_s: float) -> list[Event]:
         return self._do(partial(self.scheduler.drop, seq), now_s)
 
+    def tune(self, tuning: Tuning, now_s: float) -> list[Event]:
+        return self._do(partial(self.scheduler.tune, tuning), now_s)
+
     def _do(self, command: Callable[[], SequenceEnded | None], now_s: float) -> list[Event]:
         self._commands.append(command)
         if not self._is_stepping:
@@ -117,6 +159,17 @@ class SimEngine:
             return self._cut(self._run, now_s)
         return []
 
+    def halt(self, now_s: float) -> float:
+        """Die. The steps before the one under way are still told of; returns when the last of them ended."""
+        assert not self.is_halted, "it is dead"
+        self.is_halted = True
+        run, last_s = self._run, self._began_s
+        if run is not None and (num_done := self._num_done(run, now_s)):
+            last_s = self._tell_run(run, num_done)
+            self.scheduler.skip(num_done, ANSWER_TOKEN)
+        self._run = None
+        return last_s
+
     # Steps
 
     def _begin(self, now_s: float) -> list[Event]:
@@ -124,6 +177,7 @@ class SimEngine:
         ended = [over for command in self._commands if (over := command()) is not None]
         self._commands.clear()
         assert not ended, "an answer that ends with its first token is not handed over"
+        self._began_s = now_s
         granted = self.scheduler.grant_beside_decodes(now_s) if self._fast else []
         num_steps = self.scheduler.steps_until_event() if self._fast else 0
         if num_steps:
@@ -133,18 +187,20 @@ class SimEngine:
         if plan.chunks:
             self._is_stepping = True
             self._version += 1
-            end_s = now_s + self.shape.step_time.step_s(_batch(plan))
-            return [Event(end_s, partial(self._end_step, plan, now_s))]
+            batch = _batch(plan)
+            end_s = now_s + self.shape.step_time.step_s(batch)
+            return [Event(end_s, partial(self._end_step, plan, batch, now_s))]
         self._is_stepping = False
         if not plan.reserved:
             return []
-        return [*self._listener.after_step(StepResult(self.num_steps, reserved=plan.reserved), now_s)]
+        return [*self._listener.after_step(StepResult(self._work.num_steps, reserved=plan.reserved), now_s)]
 
-    def _end_step(self, plan: Plan, begin_s: float, now_s: float) -> Iterable[Event]:
-        self.busy_s += now_s - begin_s
-        self.num_steps += 1
+    def _end_step(self, plan: Plan, batch: Batch, begin_s: float, now_s: float) -> Iterable[Event]:
+        if self.is_halted:
+            return ()
+        self._work.add(batch, now_s - begin_s)
         outcomes = [_SAMPLE if chunk.sample else None for chunk in plan.chunks]
-        result = self.scheduler.commit(plan, outcomes, self.num_steps, now_s)
+        result = self.scheduler.commit(plan, outcomes, self._work.num_steps, now_s)
         self._listener.on_step(plan, result, begin_s, now_s)
         return self._after(result, now_s)
 
@@ -161,9 +217,12 @@ class SimEngine:
         self._run = _Run(now_s, self.scheduler.num_running, self.scheduler.num_decode_context_tokens, num_steps)
         events = [self._run_end(self._run)]
         if granted:
-            result = StepResult(self.num_steps + 1, reserved=granted)
-            events.append(Event(now_s + self._elapsed_s(self._run, 1), partial(self._listener.after_step, result)))
+            result = StepResult(self._work.num_steps + 1, reserved=granted)
+            events.append(Event(now_s + self._elapsed_s(self._run, 1), partial(self._tell_granted, result)))
         return events
+
+    def _tell_granted(self, result: StepResult, now_s: float) -> Iterable[Event]:
+        return () if self.is_halted else self._listener.after_step(result, now_s)
 
     def _run_end(self, run: _Run) -> Event:
         self._version += 1
@@ -183,16 +242,20 @@ class SimEngine:
         if version != self._version or run is None:
             return ()
         self._run = None
-        self.busy_s += now_s - run.begin_s
-        self.num_steps += run.num_steps
-        step_time = self.shape.step_time
+        self._tell_run(run, run.num_steps)
+        ended = self.scheduler.skip(run.num_steps, ANSWER_TOKEN)
+        return self._after(StepResult(self._work.num_steps, ended=ended), now_s)
+
+    def _tell_run(self, run: _Run, num_steps: int) -> float:
+        """Returns when the last of these steps ended."""
+        step_time, length_s = self.shape.step_time, self._elapsed_s(run, num_steps)
 
         def step_s(number: int) -> float:
             return step_time.decode_steps_s(run.num_seqs, run.context_tokens + number * run.num_seqs, 1)
 
-        self._listener.on_run(step_s, run.num_steps, run.begin_s)
-        ended = self.scheduler.skip(run.num_steps, ANSWER_TOKEN)
-        return self._after(StepResult(self.num_steps, ended=ended), now_s)
+        self._work.add_run(run.num_seqs, run.context_tokens, num_steps, length_s)
+        self._listener.on_run(step_s, num_steps, run.begin_s)
+        return run.begin_s + length_s
 
     def _elapsed_s(self, run: _Run, num_steps: int) -> float:
         return self.shape.step_time.decode_steps_s(run.num_seqs, run.context_tokens, num_steps)
@@ -208,6 +271,13 @@ class SimEngine:
 
     # What others see
 
+    def work(self, now_s: float) -> Work:
+        """Of all steps that are over."""
+        run, work = self._run, replace(self._work)
+        if run is not None and (num_done := self._num_done(run, now_s)):
+            work.add_run(run.num_seqs, run.context_tokens, num_done, self._elapsed_s(run, num_done))
+        return work
+
     def num_decoded_since(self, now_s: float) -> int:
         """Tokens of the run under way, which its sequences do not show yet."""
         return self._run.num_seqs * self._num_done(self._run, now_s) if self._run is not None else 0
@@ -216,6 +286,11 @@ class SimEngine:
     def waiting_tokens(self) -> int:
         """As of the end of the last step."""
         return self.scheduler.waiting_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Of every sequence that owns blocks; likewise."""
+        return self.scheduler.num_held_tokens
 
 
 def _batch(plan: Plan) -> Batch:

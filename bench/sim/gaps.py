@@ -7,17 +7,16 @@ and a call takes the difference between two readings. What is no step (handoff, 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from baton.slo import SLO
 from bench.sim.call import Call
 
 
 class LongSteps:
     """Of one worker: how many of its steps were longer than each limit, so far."""
 
-    def __init__(self, classes: Iterable[SLO]) -> None:
-        self._num_long = {slo.itl_p99_ms: 0 for slo in classes if slo.itl_p99_ms is not None}
+    def __init__(self) -> None:
+        self._num_long: dict[float, int] = {}  # by limit, from the first call with it on
 
     def count(self, step_s: float) -> None:
         for limit_ms in self._num_long:
@@ -31,7 +30,7 @@ class LongSteps:
     def begin(self, call: Call) -> None:
         """From now on each step is a gap of it."""
         if call.slo.itl_p99_ms is not None:
-            call.long_steps_before = self._num_long[call.slo.itl_p99_ms]
+            call.long_steps_before = self._num_long.setdefault(call.slo.itl_p99_ms, 0)
 
     def end(self, call: Call) -> None:
         if call.slo.itl_p99_ms is not None:

@@ -22,6 +22,10 @@ class Nic:
     outgoing: dict[Flow, None] = field(default_factory=dict)
     incoming: dict[Flow, None] = field(default_factory=dict)
 
+    @property
+    def flows(self) -> dict[Flow, None]:
+        return {**self.outgoing, **self.incoming}
+
 
 @dataclass(slots=True, eq=False)
 class Flow:
@@ -46,6 +50,16 @@ def send(source: Nic, target: Nic, nbytes: float, now_s: float, on_done: Act) ->
     flow = Flow(source, target, nbytes, now_s, on_done)
     source.outgoing[flow] = target.incoming[flow] = None
     return _share_anew({**source.outgoing, **target.incoming}, now_s)
+
+
+def cut(nic: Nic, now_s: float) -> list[Event]:
+    """End every flow from and to it; nobody is told."""
+    flows = [*nic.outgoing, *nic.incoming]
+    for flow in flows:
+        flow.version += 1
+        del flow.source.outgoing[flow], flow.target.incoming[flow]
+    others = {other: None for flow in flows for end in (flow.source, flow.target) for other in end.flows}
+    return _share_anew(others, now_s)
 
 
 def _done(flow: Flow, version: int, now_s: float) -> Iterable[Event]:

@@ -128,7 +128,7 @@ class ClassMeasure:
             self.tpot.add(call.tpot_s)
         if call.handoff_gap_s is not None:
             self.handoff_gap.add(call.handoff_gap_s)
-        self.num_local += call.plan is not None and call.plan.choice.local
+        self.num_local += call.attempt is not None and call.attempt.plan.choice.local
         self.prompt_tokens += call.row.input_tokens
         self.output_tokens += call.row.output_tokens
 

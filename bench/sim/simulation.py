@@ -1,7 +1,8 @@
 """Runs a trace through a deployment and says what came of it.
 
 The seam for what changes a fleet while it runs: `Simulation.at` adds an event of anybody's, told the instant and returning what
-follows. A controller is such an event that puts itself in again; workers and router are what it looks at.
+follows. A controller is such an event that puts itself in again (bench/sim/control.py); `fleet`, `router` and `set_slo` are
+what it acts on.
 Memory is that of what is open at one moment: rows are read as they arrive, calls forgotten as they end.
 """
 
@@ -9,16 +10,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from baton.errors import InvalidRequest
 from baton.request import Role
 from baton.slo import DEFAULT_CLASSES, SLO
-from bench.sim.call import Call
+from bench.sim.call import Attempt, Call
 from bench.sim.clock import Act, Clock, Event
+from bench.sim.delays import Delays
 from bench.sim.deployment import Deployment
+from bench.sim.fleet import Fleet
 from bench.sim.measures import ClassMeasure, measures
-from bench.sim.router import SimRouter
+from bench.sim.router import MostTokens, SimRouter, Watcher
 from bench.sim.worker import SimWorker
 from bench.traces import TraceRow
 from router.admission import Bounds, Shed
@@ -37,6 +41,12 @@ class Mix:
 
     def draw(self, rng: random.Random) -> SLO:
         return self.classes[0] if len(self.classes) == 1 else rng.choices(self.classes, self.shares)[0]
+
+    def with_class(self, slo: SLO) -> Mix:
+        """With other targets of one class. Raises: InvalidRequest: there is none of that name."""
+        if slo.name not in {known.name for known in self.classes}:
+            raise InvalidRequest(f"there is no class {slo.name}", field="name")
+        return replace(self, classes=tuple(slo if known.name == slo.name else known for known in self.classes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,9 @@ class Outcome:
     """Of one run. Measured: what came after the warm-up and before the last arrival."""
 
     classes: Sequence[ClassMeasure]
-    workers: Sequence[WorkerUse]
-    num_gpus: int
+    workers: Sequence[WorkerUse]  # every process that ever was
+    gpu_hours: float  # of every worker from its creation until it was gone
+    num_moved: int  # calls that went on elsewhere when a worker was lost
     measured_s: float
     run_s: float  # until the last call ended
     num_events: int
@@ -78,8 +89,9 @@ class Outcome:
         return self.goodput * self.measured_s / self.num_calls if self.num_calls else 0.0
 
     @property
-    def gpu_hours(self) -> float:
-        return self.num_gpus * self.run_s / 3_600
+    def num_gpus(self) -> float:
+        """On average."""
+        return 3_600 * self.gpu_hours / self.run_s if self.run_s else 0.0
 
 
 class Simulation:
@@ -92,28 +104,36 @@ class Simulation:
         warm_up_s: float = 0.0,
         bounds: Bounds | None = BOUNDS,
         fast: bool = True,
+        delays: Delays | None = None,
         on_call: Callable[[Call], None] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
-        """`bounds`: None = no admission. `on_call` is told of every call when it is over."""
+        """`bounds`: None = no admission. `on_call` is told of every call when it is over, `watcher` of each at every turn."""
         self.clock = Clock()
         self.num_over = 0
-        self._deployment = deployment
-        self._mix = mix or Mix()
+        self.mix = mix or Mix()
         self._warm_up_s = warm_up_s
         self._on_call = on_call
+        self._watcher = watcher
         self._rng = random.Random(f"{seed}/classes")
-        self._measures = measures(self._mix.classes)
+        self._measures = measures(self.mix.classes)
         self._rows: Iterator[TraceRow] = iter(())
         self._is_fed = True
         self._last_arrival_s = 0.0
-        self.workers = self._make_workers(fast)
+        self._num_moved = 0
         self.router = SimRouter(
-            self.workers,
             bounds=bounds,
             token_bytes=deployment.token_bytes,
+            caches=deployment.engine.prefix_cache,
             local_prefill_tokens=deployment.local_prefill_tokens,
-            on_over=self._on_over,
+            most_tokens=_most_tokens(deployment),
+            watcher=self,
         )
+        self.fleet = Fleet(deployment, self.router, self, delays=delays or Delays(), seed=seed, fast=fast)
+
+    @property
+    def workers(self) -> list[SimWorker]:
+        return self.fleet.workers()
 
     def at(self, at_s: float, act: Act) -> None:
         self.clock.add((Event(at_s, act),))
@@ -138,68 +158,72 @@ class Simulation:
 
     def _arrive(self, row: TraceRow, now_s: float) -> Iterable[Event]:
         self._last_arrival_s = now_s
-        return [*self.router.on_arrival(row, self._mix.draw(self._rng), now_s), *self._next_arrival()]
+        return [*self.router.on_arrival(row, self.mix.draw(self._rng), now_s), *self._next_arrival()]
 
-    def _on_over(self, call: Call, shed: Shed | None) -> None:
+    def set_slo(self, slo: SLO) -> None:
+        """Other targets of one class, for the calls that come from now on. Raises: InvalidRequest: there is no such class."""
+        self.mix = self.mix.with_class(slo)
+        self._measures[slo.name].slo = slo
+
+    # What the router says of calls
+
+    def on_arrival(self, call: Call, now_s: float) -> None:
+        if self._watcher is not None:
+            self._watcher.on_arrival(call, now_s)
+
+    def on_placed(self, attempt: Attempt, now_s: float) -> None:
+        if self._watcher is not None:
+            self._watcher.on_placed(attempt, now_s)
+
+    def on_over(self, call: Call, shed: Shed | None, now_s: float) -> None:
         self.num_over += 1
+        self._num_moved += call.num_moves > 0
         if call.row.at_s >= self._warm_up_s:
             self._measures[call.slo.name].add(call, was_shed=shed is not None)
         if self._on_call is not None:
             self._on_call(call)
+        if self._watcher is not None:
+            self._watcher.on_over(call, shed, now_s)
 
-    def _make_workers(self, fast: bool) -> list[SimWorker]:
-        deployment, numbers = self._deployment, dict.fromkeys(Role, 0)
-        shapes = {role: deployment.shape(role) for role in set(deployment.layout.roles)}
-        workers = []
-        for role in deployment.layout.roles:
-            worker_id = f"{role.name.lower()}-{numbers[role]}"
-            numbers[role] += 1
-            workers.append(
-                SimWorker(
-                    worker_id,
-                    role,
-                    shapes[role],
-                    self,
-                    block_bytes=deployment.token_bytes * deployment.engine.block_size,
-                    nic_bytes_per_s=deployment.nic_bytes_per_s(role),
-                    classes=self._mix.classes,
-                    fast=fast,
-                )
-            )
-        peers = {worker.worker_id: worker for worker in workers if worker.role is not Role.PREFILL}
-        for worker in workers:
-            worker.peers = peers
-        return workers
+    # What workers say, to router and fleet, which are made after each other
 
-    # The router is made after the workers and told by them.
+    def on_first_token(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        return self.router.on_first_token(attempt, now_s)
 
-    def on_first_token(self, call: Call, now_s: float) -> Iterable[Event]:
-        return self.router.on_first_token(call, now_s)
+    def on_end(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        return self.router.on_end(attempt, now_s)
 
-    def on_end(self, call: Call, now_s: float) -> Iterable[Event]:
-        return self.router.on_end(call, now_s)
+    def on_idle(self, worker: SimWorker, now_s: float) -> Iterable[Event]:
+        return self.fleet.on_idle(worker, now_s)
 
     def outcome(self) -> Outcome:
         """Of what is over by now."""
         run_s = self.clock.now_s
         return Outcome(
             classes=[*self._measures.values()],
-            workers=[_use(worker, run_s) for worker in self.workers],
-            num_gpus=self._deployment.num_gpus,
+            workers=[_use(worker, run_s) for worker in self.fleet.processes],
+            gpu_hours=self.fleet.gpu_s(run_s) / 3_600,
+            num_moved=self._num_moved,
             measured_s=max(0.0, self._last_arrival_s - self._warm_up_s),
             run_s=run_s,
             num_events=self.clock.num_handled,
         )
 
 
+def _most_tokens(deployment: Deployment) -> MostTokens:
+    prefill, decode, both = (deployment.shape(role).pool_tokens for role in Role)
+    return MostTokens(max(prefill, both), max(decode, both))
+
+
 def _use(worker: SimWorker, run_s: float) -> WorkerUse:
     engine = worker.engine
+    work = engine.work(run_s)
     return WorkerUse(
         worker.worker_id,
         worker.role,
-        engine.busy_s / run_s if run_s else 0.0,
+        work.busy_s / run_s if run_s else 0.0,
         worker.num_served,
-        engine.num_steps,
+        work.num_steps,
         engine.scheduler.totals.num_preemptions,
         worker.sent_bytes,
     )

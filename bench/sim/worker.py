@@ -7,7 +7,11 @@
     prompt for itself                    the engine's own queue ─▶ RUNNING ─ end ─▶ gone
 
 Which queued prompt may reserve is prefill_worker/prefill_queue.py's to say. A chunk's whole blocks leave when it is done, the
-last partial one with the first token. Messages take HOP_S. Nothing dies here yet, and no KV flows back.
+last partial one with the first token. Messages take HOP_S. No KV flows back.
+
+`open` is every attempt that this worker has a part in, from the moment at which the router says so; it is idle without any. A
+dead worker hears nothing and says nothing; what it had said before still arrives. One that gives an attempt up forgets it at
+once, and its engine between two steps.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from operator import attrgetter
 from typing import Protocol
 
 from baton.request import Role
-from baton.slo import SLO
-from bench.sim.call import Call
+from bench.sim.call import Attempt
 from bench.sim.clock import Event
 from bench.sim.engine import EngineShape, SimEngine
 from bench.sim.gaps import LongSteps, count_gap
-from bench.sim.links import Nic, send
+from bench.sim.links import Nic, cut, send
 from engine.ports import ChunkDone, PrefillEnded, SequenceEnded, StepResult
 from engine.scheduler import Plan
+from engine.tuning import Tuning
 from prefill_worker.prefill_queue import PATIENCE_S, Queued, Underway, next_to_reserve
 
 HOP_S = 0.0005  # one way: half of gRPC's round trip on one host, with what the loops add; measured: docs/router_cost.md
@@ -35,44 +39,48 @@ _NEVER_EARLY = 1.001  # a look after PATIENCE_S must see that it has passed
 _order = attrgetter("order")
 
 
-class Router(Protocol):
-    """To whom a worker tells what its clients should see."""
+class Listener(Protocol):
+    """To whom a worker tells what its clients should see, and that it has nothing to do."""
 
-    def on_first_token(self, call: Call, now_s: float) -> Iterable[Event]: ...
+    def on_first_token(self, attempt: Attempt, now_s: float) -> Iterable[Event]: ...
 
-    def on_end(self, call: Call, now_s: float) -> Iterable[Event]: ...
+    def on_end(self, attempt: Attempt, now_s: float) -> Iterable[Event]: ...
+
+    def on_idle(self, worker: SimWorker, now_s: float) -> Iterable[Event]: ...
 
 
 class SimWorker:
     def __init__(
         self,
         worker_id: str,
+        epoch: int,
         role: Role,
         shape: EngineShape,
-        router: Router,
+        listener: Listener,
         *,
         block_bytes: float,
         nic_bytes_per_s: float,
-        classes: Iterable[SLO],
         fast: bool,
     ) -> None:
         self.worker_id = worker_id
+        self.epoch = epoch
         self.role = role
+        self.tuning = shape.tuning
         self.engine = SimEngine(shape, self, fast=fast)
         self.nic = Nic(nic_bytes_per_s)
         self.num_served = 0
         self.sent_bytes = 0.0
-        self.peers: dict[str, SimWorker] = {}  # by worker_id: who decodes
-        self._router = router
+        self.peers: frozenset[str] = frozenset()  # worker_ids that it may reserve on
+        self.open: dict[int, Attempt] = {}  # by seq
+        self._listener = listener
         self._block_bytes = block_bytes
-        self._long_steps = LongSteps(classes)
-        self._calls: dict[int, Call] = {}  # by seq: in the engine
-        self._watched: dict[int, Call] = {}  # of those: whose next token's instant matters
+        self._long_steps = LongSteps()
+        self._watched: dict[int, Attempt] = {}  # of those in the engine: whose next token's instant matters
         self._queue: list[Queued] = []
-        self._queued: dict[int, Call] = {}
+        self._queued: dict[int, Attempt] = {}
         self._queued_tokens = 0
-        self._underway: dict[int, Call] = {}  # reserving or prefilling here, for others
-        self._begun: list[Call] = []  # got their first token from the step that is just over
+        self._underway: dict[int, Attempt] = {}  # reserving or prefilling here, for others
+        self._begun: list[Attempt] = []  # got their first token from the step that is just over
 
     # What routers hear of it
 
@@ -80,23 +88,44 @@ class SimWorker:
         return self._queued_tokens + self.engine.waiting_tokens
 
     def used_tokens(self, now_s: float) -> int:
-        return self.engine.scheduler.num_held_tokens + self.engine.num_decoded_since(now_s)
+        return self.engine.held_tokens + self.engine.num_decoded_since(now_s)
 
     @property
     def num_running(self) -> int:
         return self.engine.scheduler.num_running
 
+    @property
+    def is_dead(self) -> bool:
+        return self.engine.is_halted
+
+    # What it is told to be
+
+    def tune(self, tuning: Tuning, now_s: float) -> list[Event]:
+        """From the next step on."""
+        self.tuning = tuning
+        return [*self.engine.tune(tuning, now_s), *self._start_queued(now_s)]
+
+    def die(self, now_s: float) -> list[Event]:
+        last_s = self.engine.halt(now_s)
+        for seq, attempt in self.open.items():
+            if attempt.decode is self and self.engine.scheduler.runs(seq) and seq not in self._watched:
+                self._long_steps.end(attempt.call)
+                attempt.call.last_s = last_s
+        return cut(self.nic, now_s)
+
     # A call comes
 
-    def submit(self, call: Call, decode: SimWorker, now_s: float) -> Iterable[Event]:
+    def submit(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        if self.is_dead or attempt.is_given_up:
+            return ()
         self.num_served += 1
-        if decode is self:
-            self._watched[call.seq] = self._calls[call.seq] = call
-            return self.engine.add(call.request, now_s, prefill_only=False)
-        peer = decode.worker_id if call.row.output_tokens > 1 else ""
-        queued = Queued(call.seq, peer, call.row.input_tokens, call.request.priority, now_s)
-        self._queued[call.seq] = call
-        self._queued_tokens += call.row.input_tokens
+        if attempt.decode is self:
+            self._watched[attempt.seq] = attempt
+            return self.engine.add(attempt.request, now_s, prefill_only=False)
+        peer = "" if attempt.ends_on_prefill else attempt.decode.worker_id
+        queued = Queued(attempt.seq, peer, attempt.num_tokens, attempt.request.priority, now_s)
+        self._queued[attempt.seq] = attempt
+        self._queued_tokens += attempt.num_tokens
         insort(self._queue, queued, key=_order)
         return self._start_queued(now_s)
 
@@ -104,8 +133,8 @@ class SimWorker:
         """1 -> 2, or 3."""
         if not self._queue:
             return []
-        underway = [Underway(_decode_id(c), _num_left(c), c.reserve_sent_s) for c in self._underway.values()]
-        step_tokens = self.engine.shape.config.max_num_batched_tokens
+        underway = [Underway(a.decode.worker_id, _num_left(a), a.reserve_sent_s) for a in self._underway.values()]
+        step_tokens = self.tuning.max_num_batched_tokens
         seqs = next_to_reserve(self._queue, underway, self.peers, step_tokens=step_tokens, now_s=now_s)
         if not seqs:
             return []
@@ -113,59 +142,87 @@ class SimWorker:
         self._queue = [queued for queued in self._queue if queued.seq not in chosen]
         events: list[Event] = []
         for seq in seqs:
-            call = self._underway[seq] = self._queued.pop(seq)
-            self._queued_tokens -= call.row.input_tokens
-            events += self._reserve(call, now_s) if call.row.output_tokens > 1 else self._prefill(call, now_s)
+            attempt = self._underway[seq] = self._take_queued(seq)
+            events += self._prefill(attempt, now_s) if attempt.ends_on_prefill else self._reserve(attempt, now_s)
         return events
 
-    def _reserve(self, call: Call, now_s: float) -> list[Event]:
-        call.reserve_sent_s = now_s
-        ask = partial(self.peers[_decode_id(call)].on_reserve, call, self)
+    def _take_queued(self, seq: int) -> Attempt:
+        attempt = self._queued.pop(seq)
+        self._queued_tokens -= attempt.num_tokens
+        return attempt
+
+    def _reserve(self, attempt: Attempt, now_s: float) -> list[Event]:
+        attempt.reserve_sent_s = now_s
         return [
-            Event(now_s + HOP_S, ask),
-            Event(now_s + PATIENCE_S * _NEVER_EARLY, partial(self._on_patience, call)),
+            Event(now_s + HOP_S, partial(attempt.decode.on_reserve, attempt)),
+            Event(now_s + PATIENCE_S * _NEVER_EARLY, partial(self._on_patience, attempt)),
         ]
 
-    def _on_patience(self, call: Call, now_s: float) -> list[Event]:
-        return self._start_queued(now_s) if call.reserve_sent_s is not None else []
+    def _on_patience(self, attempt: Attempt, now_s: float) -> list[Event]:
+        return self._start_queued(now_s) if self._waits_for_grant(attempt) else []
 
-    def on_grant(self, call: Call, now_s: float) -> list[Event]:
+    def on_grant(self, attempt: Attempt, now_s: float) -> list[Event]:
         """2 -> 3."""
-        call.reserve_sent_s = None
-        return [*self._prefill(call, now_s), *self._start_queued(now_s)]
+        if not self._waits_for_grant(attempt):
+            return []
+        attempt.reserve_sent_s = None
+        return [*self._prefill(attempt, now_s), *self._start_queued(now_s)]
 
-    def _prefill(self, call: Call, now_s: float) -> list[Event]:
-        self._calls[call.seq] = call
-        return self.engine.add(call.request, now_s, prefill_only=True)
+    def _waits_for_grant(self, attempt: Attempt) -> bool:
+        return attempt.reserve_sent_s is not None and not (self.is_dead or attempt.is_given_up)
+
+    def _prefill(self, attempt: Attempt, now_s: float) -> list[Event]:
+        return self.engine.add(attempt.request, now_s, prefill_only=True)
 
     # Decode: asked for room, given KV
 
-    def on_reserve(self, call: Call, prefill: SimWorker, now_s: float) -> Iterable[Event]:
-        self._calls[call.seq] = call
-        call.prefill_worker = prefill
-        return self.engine.reserve(call.request, now_s)
+    def on_reserve(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        if self.is_dead or attempt.is_given_up:
+            return ()
+        return self.engine.reserve(attempt.request, now_s)
 
-    def on_commit(self, call: Call, prefill: SimWorker, now_s: float) -> Iterable[Event]:
+    def on_commit(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
         """Every byte is there."""
-        self._watched[call.seq] = call
+        if self.is_dead or attempt.is_given_up:
+            return ()
+        attempt.is_adopted = True
+        self._watched[attempt.seq] = attempt
         self.num_served += 1
-        ack = Event(now_s + HOP_S, partial(prefill.on_ack, call))
-        return [*self.engine.adopt(call.seq, now_s), ack]
+        ack = Event(now_s + HOP_S, partial(attempt.prefill.on_ack, attempt))
+        return [*self.engine.adopt(attempt.seq, now_s), ack]
 
-    def on_ack(self, call: Call, now_s: float) -> Iterable[Event]:
-        return self._let_go(call, now_s)
+    def on_ack(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        return () if self.is_dead else self._let_go(attempt, now_s)
 
-    def _let_go(self, call: Call, now_s: float) -> list[Event]:
-        del self._calls[call.seq]
-        return self.engine.drop(call.seq, now_s)
+    def on_cancel(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        """It goes on elsewhere."""
+        if self.is_dead or attempt.seq not in self.open:
+            return ()
+        if attempt.seq in self._queued:
+            self._take_queued(attempt.seq)
+            self._queue = [queued for queued in self._queue if queued.seq != attempt.seq]
+        self._underway.pop(attempt.seq, None)
+        self._watched.pop(attempt.seq, None)
+        return [*self._let_go(attempt, now_s), *self._start_queued(now_s)]
+
+    def _let_go(self, attempt: Attempt, now_s: float) -> list[Event]:
+        if attempt.seq not in self.open:
+            return []
+        return [*self.engine.drop(attempt.seq, now_s), *self._close(attempt, now_s)]
+
+    def _close(self, attempt: Attempt, now_s: float) -> Iterable[Event]:
+        """It has no part in it any more."""
+        del self.open[attempt.seq]
+        return () if self.open else self._listener.on_idle(self, now_s)
 
     # What came out of the engine
 
     def on_run(self, step_s: Callable[[int], float], num_steps: int, begin_s: float) -> None:
         first_s = step_s(0)
-        for call in [call for seq, call in self._watched.items() if self.engine.scheduler.runs(seq)]:
-            del self._watched[call.seq]
-            self._note_token(call, begin_s + first_s)
+        for attempt in [attempt for seq, attempt in self._watched.items() if self.engine.scheduler.runs(seq)]:
+            del self._watched[attempt.seq]
+            call = attempt.call
+            self._note_token(attempt, begin_s + first_s)
             self._long_steps.begin(call)
             call.long_steps_before += call.slo.itl_p99_ms is not None and 1e3 * first_s > call.slo.itl_p99_ms
         self._long_steps.count_run(num_steps, step_s)
@@ -173,105 +230,115 @@ class SimWorker:
     def on_step(self, plan: Plan, result: StepResult, begin_s: float, end_s: float) -> None:
         self._long_steps.count(end_s - begin_s)
         for seq in plan.preempted:
-            if seq not in self._watched:
-                call = self._watched[seq] = self._calls[seq]
-                call.last_s = begin_s
-                self._long_steps.end(call)
+            if seq in self.open and seq not in self._watched:
+                attempt = self._watched[seq] = self.open[seq]
+                attempt.call.last_s = begin_s
+                self._long_steps.end(attempt.call)
         if not self._watched:
             return
         for token in result.tokens:
             if token.seq in self._watched:
-                call = self._watched.pop(token.seq)
-                self._note_token(call, end_s)
-                self._long_steps.begin(call)
+                attempt = self._watched.pop(token.seq)
+                self._note_token(attempt, end_s)
+                self._long_steps.begin(attempt.call)
 
-    def _note_token(self, call: Call, at_s: float) -> None:
+    def _note_token(self, attempt: Attempt, at_s: float) -> None:
         """The first one here, or the first one after a preemption."""
-        if call.first_s is None:
-            call.first_s = at_s + HOP_S
-            self._begun.append(call)
+        if not attempt.has_begun:
+            self._begin(attempt, at_s)
+            self._begun.append(attempt)
             return
-        if call.is_shipped and call.handoff_gap_s is None:
-            call.last_s, call.handoff_gap_s = call.first_s - HOP_S, at_s + HOP_S - call.first_s
+        call = attempt.call
+        if attempt.is_computed and call.handoff_gap_s is None:
+            call.handoff_gap_s = at_s - call.last_s
         count_gap(call, at_s - call.last_s)
 
+    def _begin(self, attempt: Attempt, at_s: float) -> None:
+        """Its first token; the client may have some from other workers."""
+        attempt.has_begun = True
+        call = attempt.call
+        if call.first_s is None:
+            call.first_s = at_s + HOP_S
+        else:
+            count_gap(call, at_s - call.last_s)
+        call.last_s = at_s
+
     def after_step(self, result: StepResult, now_s: float) -> Iterable[Event]:
-        events = [Event(_first_s(call), partial(self._router.on_first_token, call)) for call in self._begun]
+        events = [Event(now_s + HOP_S, partial(self._listener.on_first_token, attempt)) for attempt in self._begun]
         self._begun = []
+        known = self.open
         for chunk in result.chunks:
-            events += self._ship(self._calls[chunk.seq], chunk, now_s)
+            if chunk.seq in known:
+                events += self._ship(known[chunk.seq], chunk, now_s)
         for prefilled in result.prefilled:
-            events += self._on_prefilled(self._calls[prefilled.seq], prefilled, now_s)
+            if prefilled.seq in known:
+                events += self._on_prefilled(known[prefilled.seq], prefilled, now_s)
         for reservation in result.reserved:
-            call = self._calls[reservation.seq]
-            assert call.prefill_worker is not None, "nobody asked for it"
-            call.num_shipped_blocks = reservation.num_leading_blocks
-            events.append(Event(now_s + HOP_S, partial(call.prefill_worker.on_grant, call)))
+            if reservation.seq in known:
+                attempt = known[reservation.seq]
+                attempt.num_shipped_blocks = reservation.num_leading_blocks
+                events.append(Event(now_s + HOP_S, partial(attempt.prefill.on_grant, attempt)))
         for ended in result.ended:
-            events += self._on_ended(self._calls.pop(ended.seq), ended, now_s)
+            if ended.seq in known:
+                events += self._on_ended(known[ended.seq], ended, now_s)
         if result.chunks:
             events += self._start_queued(now_s)
         return events
 
     # 3 -> 4 -> 5
 
-    def _ship(self, call: Call, chunk: ChunkDone, now_s: float) -> list[Event]:
-        call.num_computed_tokens = chunk.num_computed_tokens
-        if call.row.output_tokens == 1:
+    def _ship(self, attempt: Attempt, chunk: ChunkDone, now_s: float) -> list[Event]:
+        attempt.num_computed_tokens = chunk.num_computed_tokens
+        if attempt.ends_on_prefill:
             return []
-        is_last = chunk.num_computed_tokens == call.row.input_tokens
+        is_last = chunk.num_computed_tokens == attempt.num_tokens
         num_blocks = (
             len(chunk.block_ids) if is_last else chunk.num_computed_tokens // self.engine.shape.config.block_size
         )
-        num_new = num_blocks - call.num_shipped_blocks
+        num_new = num_blocks - attempt.num_shipped_blocks
         if num_new <= 0:
             return []
-        call.num_shipped_blocks = num_blocks
-        call.num_flows += 1
+        attempt.num_shipped_blocks = num_blocks
+        attempt.num_flows += 1
         nbytes = num_new * self._block_bytes
         self.sent_bytes += nbytes
-        target = self.peers[_decode_id(call)].nic
-        return send(self.nic, target, nbytes, now_s, partial(self._on_arrived, call))
+        return send(self.nic, attempt.decode.nic, nbytes, now_s, partial(self._on_arrived, attempt))
 
-    def _on_prefilled(self, call: Call, prefilled: PrefillEnded, now_s: float) -> list[Event]:
-        del self._underway[call.seq]
-        call.first_s = now_s + HOP_S
+    def _on_prefilled(self, attempt: Attempt, prefilled: PrefillEnded, now_s: float) -> list[Event]:
+        del self._underway[attempt.seq]
+        self._begin(attempt, now_s)
         if prefilled.first.finish:
-            call.end_s = call.first_s
-            return [*self._let_go(call, now_s), Event(call.first_s, partial(self._router.on_end, call))]
-        call.is_computed = True
-        told = Event(call.first_s, partial(self._router.on_first_token, call))
-        return [told, *self._commit_if_all_there(call, now_s)]
+            attempt.call.end_s = now_s + HOP_S
+            return [*self._let_go(attempt, now_s), Event(now_s + HOP_S, partial(self._listener.on_end, attempt))]
+        attempt.is_computed = True
+        told = Event(now_s + HOP_S, partial(self._listener.on_first_token, attempt))
+        return [told, *self._commit_if_all_there(attempt, now_s)]
 
-    def _on_arrived(self, call: Call, now_s: float) -> list[Event]:
-        call.num_flows -= 1
-        return self._commit_if_all_there(call, now_s)
+    def _on_arrived(self, attempt: Attempt, now_s: float) -> list[Event]:
+        attempt.num_flows -= 1
+        return self._commit_if_all_there(attempt, now_s)
 
-    def _commit_if_all_there(self, call: Call, now_s: float) -> list[Event]:
-        if call.num_flows or not call.is_computed:
+    def _commit_if_all_there(self, attempt: Attempt, now_s: float) -> list[Event]:
+        if attempt.num_flows or not attempt.is_computed or attempt.is_given_up:
             return []
-        call.is_shipped = True
-        return [Event(now_s + HOP_S, partial(self.peers[_decode_id(call)].on_commit, call, self))]
+        return [Event(now_s + HOP_S, partial(attempt.decode.on_commit, attempt))]
 
-    def _on_ended(self, call: Call, ended: SequenceEnded, now_s: float) -> list[Event]:
+    def _on_ended(self, attempt: Attempt, ended: SequenceEnded, now_s: float) -> list[Event]:
         assert ended.error is None, ended.error
+        call = attempt.call
         call.end_s = now_s + HOP_S
-        if call.seq in self._watched:
-            del self._watched[call.seq]
+        if attempt.seq in self._watched:
+            del self._watched[attempt.seq]
         else:
             self._long_steps.end(call)
-        return [Event(call.end_s, partial(self._router.on_end, call))]
+        return [Event(call.end_s, partial(self._listener.on_end, attempt)), *self._close(attempt, now_s)]
 
 
-def _decode_id(call: Call) -> str:
-    assert call.plan is not None, "it was not placed"
-    return call.plan.choice.decode
+def num_sent(attempt: Attempt) -> int:
+    """Tokens that its client has."""
+    decoded = attempt.decode.engine.scheduler.num_output_tokens(attempt.seq)
+    return max(attempt.request.num_output_tokens + attempt.is_computed, decoded)
 
 
-def _first_s(call: Call) -> float:
-    assert call.first_s is not None, "no token yet"
-    return call.first_s
-
-
-def _num_left(call: Call) -> int:
-    return call.row.input_tokens - call.num_computed_tokens
+def _num_left(attempt: Attempt) -> int:
+    return attempt.num_tokens - attempt.num_computed_tokens

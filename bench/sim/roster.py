@@ -1,0 +1,195 @@
+"""What the router knows of its workers: placement's table, loads, caches. Workers come, change and leave while calls run.
+
+As router/fleet.py keeps it, but: step times are known, not learned; reports come whenever somebody looks, and say how a worker
+was at the end of its last step. Rows are placement's; a worker that left is in none, however long its calls' Holds live on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from baton.request import Role
+from bench.sim.worker import SimWorker
+from engine.timing.step_time import Batch
+from router.capacity import WorkerLoad
+from router.holds import Hold, Ledger
+from router.placement import Choice
+from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes
+from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
+
+MAX_INDEX_BLOCKS = 4_000_000  # RouterConfig's size of index
+MAX_ROWS = 64  # of the prefix index: more workers than that are served, and not known to cache anything
+_NO_PULLS = 1e-9  # bytes/s: KV does not flow back in the simulator, so no router may count on it
+
+
+class Known:
+    """One worker, as the router knows it."""
+
+    def __init__(self, worker: SimWorker, table: WorkerTable) -> None:
+        shape = worker.engine.shape
+        self.worker = worker
+        self.takes_calls = True
+        self.row = table.add()
+        self.root = PrefixRoot(shape.fingerprint, "auto", shape.config.block_size)
+        self.ledger = Ledger(self._write)
+        self.follow: WorkerPrefixes | None = None  # its cache, where it has one
+        self.generation = 0
+        self._table = table
+        self._has_left = False
+
+    def put(self, links: dict[str, LinkView], token_bytes: float) -> None:
+        """Write what changes rarely."""
+        last_chosen = int(self._table.last_chosen[self.row]) if self.is_listed else 0
+        self._table.put(self.row, self._snapshot(links, token_bytes, last_chosen))
+        self._write()
+
+    @property
+    def is_listed(self) -> bool:
+        return self._table.facts[self.row] is not None
+
+    def leave(self) -> None:
+        self._has_left = True
+        self._table.clear(self.row)
+        self._table.free(self.row)
+
+    def report(self, now_s: float) -> None:
+        worker = self.worker
+        self.ledger.report(worker.waiting_tokens(), worker.used_tokens(now_s), worker.num_running)
+
+    def load(self, now_s: float) -> WorkerLoad:
+        table, row, worker = self._table, self.row, self.worker
+        return WorkerLoad(
+            worker_id=worker.worker_id,
+            prefills=worker.role is not Role.DECODE,
+            decodes=worker.role is not Role.PREFILL,
+            tokens_per_s=float(table.prefill_tokens_per_s[row]),
+            waiting_tokens=int(table.waiting_tokens[row]),
+            num_seqs=int(table.num_running[row]),
+            step_s=float(table.step_s[row]),
+            max_seqs=worker.tuning.max_num_seqs,
+            kv_tokens=worker.engine.shape.pool_tokens,
+            used_tokens=worker.used_tokens(now_s),
+            step_s_per_seq=float(table.step_s_per_seq[row]),
+            step_s_per_token=float(table.step_s_per_token[row]),
+        )
+
+    def _write(self) -> None:
+        """What changes with every call."""
+        if self._has_left:
+            return
+        ledger, table, row = self.ledger, self._table, self.row
+        table.waiting_tokens[row], table.used_tokens[row] = ledger.waiting_tokens, ledger.used_tokens
+        table.num_running[row] = ledger.num_running
+        step_time = self.worker.engine.shape.step_time
+        table.step_s[row] = step_time.decode_steps_s(max(1, ledger.num_running), ledger.used_tokens, 1)
+
+    def _snapshot(self, links: dict[str, LinkView], token_bytes: float, last_chosen: int) -> WorkerSnapshot:
+        worker, shape = self.worker, self.worker.engine.shape
+        step_time, budget = shape.step_time, worker.tuning.max_num_batched_tokens
+        one_s = step_time.decode_steps_s(1, 0, 1)
+        return WorkerSnapshot(
+            worker.worker_id,
+            worker.epoch,
+            worker.role,
+            "ready" if self.takes_calls else "draining",
+            shape.fingerprint,
+            pool_tokens=shape.pool_tokens,
+            last_chosen=last_chosen,
+            root=self.root,
+            token_bytes=round(token_bytes),
+            step_s_per_seq=step_time.decode_steps_s(2, 0, 1) - one_s,
+            step_s_per_token=step_time.decode_steps_s(1, 1, 1) - one_s,
+            prefill_tokens_per_s=budget / step_time.step_s(Batch(((budget, 0),))),
+            kv_bytes_per_s=_NO_PULLS,
+            links=links,
+        )
+
+
+class Roster:
+    """All workers that the router may name."""
+
+    def __init__(self, *, token_bytes: float, caches: bool) -> None:
+        self.table = WorkerTable()
+        self._known: dict[str, Known] = {}
+        self._token_bytes = token_bytes
+        self._caches = caches
+        self._prefixes = PrefixIndex(MAX_INDEX_BLOCKS if caches else 1, MAX_ROWS)
+        self._expected = ExpectedPrefixes(MAX_ROWS)
+        self._reported_s = -1.0
+        self._num_choices = 0
+
+    def __getitem__(self, worker_id: str) -> SimWorker:
+        return self._known[worker_id].worker
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def join(self, worker: SimWorker) -> None:
+        known = self._known[worker.worker_id] = Known(worker, self.table)
+        if self._caches:
+            known.follow = self._prefixes.follow(known.row, known.root, 1 << 30)
+            self._expected.forget(known.row)
+        self._settle()
+
+    def change(self, worker: SimWorker, *, takes_calls: bool) -> None:
+        """It has another role, limit or state."""
+        self._known[worker.worker_id].takes_calls = takes_calls
+        self._settle()
+
+    def leave(self, worker: SimWorker) -> None:
+        known = self._known.pop(worker.worker_id)
+        known.leave()
+        self._prefixes.forget(known.row)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Each prefill worker is linked to each that decodes."""
+        decoding = [known.worker for known in self._known.values() if known.worker.role is not Role.PREFILL]
+        links = {worker.worker_id: LinkView(worker.epoch, "ready") for worker in decoding}
+        peers = frozenset(links)
+        for known in self._known.values():
+            prefills = known.worker.role is Role.PREFILL
+            known.worker.peers = peers
+            known.put(dict(links) if prefills else {}, self._token_bytes)
+
+    # -- what they say of themselves -----------------------------------------------------------------------------------
+
+    def take_reports(self, now_s: float) -> None:
+        if now_s == self._reported_s:
+            return
+        self._reported_s = now_s
+        for known in self._known.values():
+            known.report(now_s)
+            cache = known.worker.engine.cache
+            if known.follow is not None and cache.has_delta():
+                known.generation += 1
+                known.follow.apply(known.generation, *cache.take_delta(), reset=False)
+
+    def loads(self, now_s: float) -> Iterator[WorkerLoad]:
+        return (known.load(now_s) for known in self._known.values() if known.takes_calls)
+
+    # -- placement's view ------------------------------------------------------------------------------------------------
+
+    @property
+    def roots(self) -> Collection[PrefixRoot]:
+        return {known.root for known in self._known.values()}
+
+    def find_cached(self, hashes: Hashes) -> None:
+        """Write how much of a prompt each worker caches."""
+        if not self._caches:
+            return
+        num_rows = len(self.table)
+        blocks = self._prefixes.leading(hashes, num_rows)
+        np.maximum(blocks, self._expected.leading(hashes, num_rows), out=blocks)
+        np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
+
+    def note(self, choice: Choice, hashes: Hashes) -> None:
+        """It is taken."""
+        self._num_choices += 1
+        self.table.last_chosen[[choice.prefill_row, choice.decode_row]] = self._num_choices
+        if self._caches:
+            self._expected.add(choice.prefill_row, hashes, self._known[choice.prefill].root)
+
+    def hold(self, worker_id: str, waiting_tokens: int, used_tokens: int) -> Hold:
+        return self._known[worker_id].ledger.hold(waiting_tokens, used_tokens)
