@@ -325,6 +325,10 @@ class WorkerSession:
     def drain(self, draining: bool) -> None:
         self._send(worker_pb2.SessionRequest(drain=worker_pb2.Drain(draining=draining)))
 
+    def tune(self, tune: worker_pb2.Tune) -> None:
+        """Change limits of the worker's engine; its load reports show them, or it refuses."""
+        self._send(worker_pb2.SessionRequest(tune=tune))
+
     def set_peers(self, decode: Sequence[worker_pb2.Peer]) -> None:
         """Name the decode workers this router may ask the worker to hand over to."""
         self._send(worker_pb2.SessionRequest(peers=worker_pb2.Peers(decode=decode)))
