@@ -198,12 +198,26 @@ class ControllerConfig:
     admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two alone. docs/slo.md
     require_reason: bool = False  # true: each change of SLO classes must say why; mode, budget and imports always must
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
+    # How far the autoscaler may go: auto | advisory | frozen. Put in force once, when a fleet begins; what operators change later
+    # stays. "" = as the database has it, in a new one advisory: nobody's machine gets workers that nobody asked for
+    mode: str = ""
+    max_gpus: int = 0  # of all pools together, put in force likewise; 0 = as the database has it, in a new one no bound
+    standby: int = 0  # workers of a new fleet that are up, weights loaded, and wait to be needed
+    tick_s: float = 10.0  # between two looks of the autoscaler; this and the next two: DESIGN section 9
+    dwell_s: float = 60.0  # between flips, at least
+    shrink_after_s: float = 300.0  # that a smaller pool must have been enough
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in
     ray_node_dir: str = ""  # temporary folder of the Ray node to connect through; "" = any on this host
     run_dir: str = ""  # tokens, logs and the SQLite file; `baton up` fills it in
     worker_num_cpus: float = 0.25  # of Ray's accounting, not a limit: 2 cores hold 8 workers, more are refused
+    # What answers "what if" (dry runs, whether disaggregation pays): a module that is run in a process of its own, where it is
+    # installed; "" = nobody. router/controller/planner.py
+    planner: str = "bench.what_if"
+    planner_seconds: float = (
+        5.0  # that it may simulate for one answer, by the wall clock however slow an emulated one is
+    )
     worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in
     log_level: str = "info"
 

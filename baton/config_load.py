@@ -149,6 +149,13 @@ _LIMITS: Mapping[str, Limit] = {
     "controller.worker_start_timeout_s": _SECONDS,
     "controller.heartbeat_s": _SECONDS,
     "controller.missed_heartbeats": _COUNT,
+    "controller.mode": Limit("how far the autoscaler may go", choices=("", "auto", "advisory", "frozen")),
+    "controller.max_gpus": Limit("0 = as the database has it", 0, 100_000),
+    "controller.standby": _WORKERS,
+    "controller.tick_s": _SECONDS,
+    "controller.dwell_s": _DELAY,
+    "controller.shrink_after_s": _DELAY,
+    "controller.planner_seconds": Limit("an operator waits for it", 0.1, 600),
     "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),
     "controller.log_level": _LOG,
 }

@@ -10,7 +10,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
-from router.controller.controller import Controller
+from router.controller.controller import Controller, tune_pb
 from router.controller.fleet_state import Announcement
 
 
@@ -29,7 +29,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
             member = self._controller.announce(_announcement(request.worker))
         except BatonError as error:
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
-        return control_pb2.AnnounceResponse(role=worker_pb2.Role.ValueType(member.role), draining=member.draining)
+        return control_pb2.AnnounceResponse(
+            role=worker_pb2.Role.ValueType(member.role),
+            draining=member.draining,
+            tuning=tune_pb(member.tuning) if member.tuning else None,
+        )
 
     async def Watch(
         self,

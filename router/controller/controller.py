@@ -22,11 +22,12 @@ from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
+from router.controller.autoscaler.facts import Tuning
 from router.controller.control_store import ControlStore
 from router.controller.decisions import Decision, LoggedDecision
 from router.controller.feasibility import MeasuredFloor
-from router.controller.fleet_state import Announcement, Fleet, Member
-from router.controller.fleet_store import FleetStore, SavedFleet
+from router.controller.fleet_state import AfterDrain, Announcement, Fleet, Member, SavedFleet
+from router.controller.fleet_store import FleetStore
 from router.controller.in_force import InForce
 from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
@@ -66,13 +67,16 @@ class Controller:
     ) -> None:
         """`fleets`: where the fleet outlives this process; what it holds is taken over. `emulation`: of the workers, if any."""
         saved = fleets.load() if fleets else SavedFleet()
-        self.fleet = Fleet(saved.members, saved.replaced_epochs)
+        self.fleet = Fleet(saved)
         self.in_force = InForce(store, self._wake)
         self._decisions = store.decisions
         self.floor = MeasuredFloor()
         self._identity = SessionIdentity("controller", new_router_epoch(), trust)
         self._liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
         self._sessions: dict[str, WorkerSession] = {}
+        self._ordering: dict[
+            str, asyncio.Lock
+        ] = {}  # one order to a worker at a time: all have one number to answer to
         self._closing: set[asyncio.Task[None]] = set()
         self._reports: dict[str, HeardReport] = {}
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
@@ -104,8 +108,9 @@ class Controller:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def expect(self, worker_id: str, role: Role) -> None:
-        self.fleet.expect(worker_id, role)
+    def expect(self, worker_id: str, role: Role, shape: str = "", *, extra: bool = False) -> None:
+        """As Fleet.expect."""
+        self.fleet.expect(worker_id, role, shape, extra=extra)
         self._wake()
 
     def announce(self, said: Announcement) -> Member:
@@ -133,40 +138,92 @@ class Controller:
         session = self._sessions.get(worker_id)
         return session.view if session else None
 
-    async def drain(self, worker_id: str, draining: bool) -> Member:
-        """Let a worker take no new sequence, or take them again.
+    async def drain(self, worker_id: str, draining: bool, after: AfterDrain = AfterDrain.STAY) -> Member:
+        """Let a worker take no new sequence, or take them again. What `after` names follows once it is idle (levers.py).
 
         Raises:
             NotFound: no such worker.
             Unavailable: it is wanted, but the worker is away; a restarted one is told when it announces itself.
         """
-        member = self.fleet.want_draining(worker_id, draining)
-        log.info("worker_draining", worker=worker_id, draining=draining)
+        member = self.fleet.want_draining(worker_id, draining, after)
+        log.info("worker_draining", worker=worker_id, draining=draining, after=str(after))
         self._wake()
-        await self._order(worker_id, lambda session: session.drain(draining), lambda load: load.draining == draining)
+        await self._order(
+            worker_id,
+            lambda session: session.drain(draining),
+            lambda load: load.draining == draining or bool(load.next_role),  # who flips drains
+        )
         return member
 
     async def set_role(self, worker_id: str, role: Role) -> Member:
-        """Flip a worker in place; it does so when idle.
+        """Flip a worker in place: it takes no new sequence from now on and changes its role once it is idle, however long that
+        takes.
 
         Raises:
             NotFound: no such worker.
-            BatonError: the worker's own refusal, or Unavailable: it is away or busy.
+            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer. It keeps its role then.
         """
-        self.fleet.get(worker_id)
-        wanted = worker_pb2.Role.ValueType(role)
-        await self._order(worker_id, lambda session: session.set_role(wanted), lambda load: load.role == wanted)
+        before = self.fleet.get(worker_id).role
+        wanted, kept = (worker_pb2.Role.ValueType(r) for r in (role, before))
+        try:
+            await self._order(
+                worker_id,
+                lambda session: session.set_role(wanted),
+                lambda load: wanted in (load.next_role, load.role if not load.next_role else None),
+            )
+        except Unavailable:
+            if session := self._sessions.get(worker_id):
+                session.set_role(kept)  # it may only be slow: nobody is to be surprised later
+            raise
         log.info("worker_role", worker=worker_id, role=role.name.lower())
         member = self.fleet.want_role(worker_id, role)
         self._wake()
         return member
 
+    async def tune(self, worker_id: str, tuning: Tuning) -> Member:
+        """Change limits of a worker's engine, from its next step on; a restarted one is told when it announces itself.
+
+        Raises:
+            NotFound: no such worker.
+            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer.
+        """
+        self.fleet.get(worker_id)
+        await self._order(
+            worker_id, lambda session: session.tune(tune_pb(tuning)), lambda load: tuning_of(load) == tuning
+        )
+        log.info("worker_tuned", worker=worker_id, **dataclasses.asdict(tuning))
+        member = self.fleet.want_tuning(worker_id, tuning)
+        self._wake()
+        return member
+
+    def want_local_prefill(self, max_tokens: int) -> None:
+        """Tell all routers which prompts may be prefilled where they decode: those that lack at most so many tokens."""
+        self.fleet.want_local_prefill(max_tokens)
+        self._wake()
+
+    def stand_by(self, worker_id: str) -> None:
+        """A worker that drained for it is idle: from now on it is a standby."""
+        self.fleet.stand_by(worker_id)
+        self._wake()
+
+    def forget(self, worker_id: str) -> None:
+        """The worker has been ended for good. Routers are told; a straggler of that name is refused."""
+        self.fleet.forget(worker_id)
+        self._ordering.pop(worker_id, None)
+        if session := self._sessions.pop(worker_id, None):
+            self._close(session, "the worker was ended")
+        log.info("worker_forgotten", worker=worker_id)
+        self._wake()
+
+    def _close(self, session: WorkerSession, reason: str) -> None:
+        task = asyncio.create_task(session.close(reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     def _open_session(self, member: Member) -> None:
         worker_id = member.worker_id
         if old := self._sessions.pop(worker_id, None):
-            task = asyncio.create_task(old.close("the worker restarted"))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close(old, "the worker restarted")
         session = WorkerSession(
             worker_id,
             member.address,
@@ -193,6 +250,12 @@ class Controller:
         self, worker_id: str, send: Callable[[WorkerSession], None], obeyed: Callable[[worker_pb2.Load], bool]
     ) -> None:
         """Tell a worker something and wait until its load report shows it, or it refuses."""
+        async with self._ordering.setdefault(worker_id, asyncio.Lock()):
+            await self._order_alone(worker_id, send, obeyed)
+
+    async def _order_alone(
+        self, worker_id: str, send: Callable[[WorkerSession], None], obeyed: Callable[[worker_pb2.Load], bool]
+    ) -> None:
         session = self._sessions.get(worker_id)
         if session is None or session.view is None:
             reason = session.reason if session else "it has not announced itself"
@@ -283,6 +346,7 @@ class Controller:
             slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.value]),
             fleet_version=self.fleet.version,
             explain=self.questions.open_ids,
+            local_prefill_tokens=self.fleet.local_prefill_tokens,
         )
 
     async def _save_changes(self, fleets: FleetStore) -> None:
@@ -291,8 +355,7 @@ class Controller:
             changed = self._changed
             if self.fleet.version != saved_version:
                 saved_version = self.fleet.version
-                fleet = SavedFleet(self.fleet.members(), self.fleet.replaced_epochs)
-                await asyncio.to_thread(fleets.save, fleet)
+                await asyncio.to_thread(fleets.save, self.fleet.saved())
             else:
                 await changed.wait()
 
@@ -305,6 +368,10 @@ class Controller:
                 if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
                     self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)
             self.measures.advance(now_s)
+
+    async def until_changed(self) -> None:
+        """Until the next change of the fleet, of targets, mode or budget."""
+        await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -323,6 +390,15 @@ class _Answers(Inbox):
         self, worker: str, index: int, token_id: int, finish: int, logprobs: Logprobs | None, now_s: float
     ) -> None:
         log.error("token_for_nobody", worker=worker, index=index)
+
+
+def tuning_of(limits: worker_pb2.Load | worker_pb2.Tune) -> Tuning:
+    """Limits of an engine, as a worker reports them."""
+    return Tuning(limits.max_num_seqs, limits.max_num_batched_tokens, limits.chunk_tokens)
+
+
+def tune_pb(tuning: Tuning) -> worker_pb2.Tune:
+    return worker_pb2.Tune(**dataclasses.asdict(tuning))
 
 
 def _refusal(worker_id: str, event: SequenceEvent) -> BatonError:

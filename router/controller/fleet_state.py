@@ -2,22 +2,37 @@
 
 Life of one worker id:
     1. starting   expected by the controller, nothing announced yet
-    2. ready      announced {epoch, address}; or draining, where an operator wants that
+    2. ready      announced {epoch, address}; or draining, where somebody wants that
     3. failed     lost (its Session fell silent) or never started; `reason` says why
     4. ready      the same epoch was heard again, or a restarted process announced a new epoch
+    5. draining   no new work. Once idle: it stays so, or becomes standby, or is ended, as `after_drain` says
+    6. standby    idle with its weights loaded, until it is wanted again
+    7. forgotten  ended for good: whoever announces that id again is refused, until it is expected anew
 An epoch that was replaced never comes back: a split-brain actor that announces it is refused. What was wanted (role,
-draining) outlives a restart. `version` grows with every change that routers must see, and with nothing else.
+draining and what follows it, tuning) outlives a restart. Names given here are never given twice. `version` grows with every
+change that routers must see or that must be kept, and with nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.errors import NotFound, PeerRefused
 from baton.request import Role
+from router.controller.autoscaler.facts import Tuning
 
-STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+STARTING, READY, DRAINING, STANDBY, FAILED = "starting", "ready", "draining", "standby", "failed"
+_MAX_ENDED = 1_000  # ids remembered: an ended process that speaks up does so within seconds
+
+
+class AfterDrain(enum.StrEnum):
+    """What becomes of a draining worker once nothing runs there any more."""
+
+    STAY = ""
+    STANDBY = "standby"
+    END = "end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,9 @@ class Member:
     state: str = STARTING
     reason: str = ""  # of failed
     draining: bool = False  # wanted
+    after_drain: AfterDrain = AfterDrain.STAY  # wanted
+    tuning: Tuning | None = None  # wanted; None: as it was started
+    extra: bool = False  # asked for at run time, not configured: given up where it does not come up
     epoch: int = 0  # 0 = never announced
     address: str = ""
     pid: int = 0
@@ -50,19 +68,43 @@ class Announcement:
     fingerprint: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedFleet:
+    """What must outlive the controller."""
+
+    members: tuple[Member, ...] = ()
+    replaced_epochs: frozenset[tuple[str, int]] = frozenset()  # (worker_id, epoch) of processes that may not come back
+    ended: tuple[str, ...] = ()  # worker ids, oldest first
+    num_named: Mapping[str, int] = field(default_factory=dict)  # names given so far, by role
+    local_prefill_tokens: int | None = None  # that routers are told; None: as each is configured
+
+    @property
+    def is_new(self) -> bool:
+        """No controller was here before."""
+        return not (self.members or self.num_named)
+
+
 class Fleet:
     """All members by id."""
 
-    def __init__(self, members: Iterable[Member] = (), replaced_epochs: Iterable[tuple[str, int]] = ()) -> None:
+    def __init__(self, saved: SavedFleet | None = None) -> None:
         """With what an earlier controller knew."""
+        saved = saved or SavedFleet()
         self.version = 0
-        self._members: dict[str, Member] = {member.worker_id: member for member in members}
-        self._replaced_epochs: set[tuple[str, int]] = set(replaced_epochs)
+        self._members: dict[str, Member] = {member.worker_id: member for member in saved.members}
+        self._replaced_epochs: set[tuple[str, int]] = set(saved.replaced_epochs)
+        self._ended = dict.fromkeys(saved.ended)
+        self._num_named = dict(saved.num_named)
+        self._local_prefill_tokens = saved.local_prefill_tokens
 
-    @property
-    def replaced_epochs(self) -> frozenset[tuple[str, int]]:
-        """(worker_id, epoch) of processes that may not come back."""
-        return frozenset(self._replaced_epochs)
+    def saved(self) -> SavedFleet:
+        return SavedFleet(
+            self.members(),
+            frozenset(self._replaced_epochs),
+            tuple(self._ended),
+            dict(self._num_named),
+            self._local_prefill_tokens,
+        )
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members[key] for key in sorted(self._members))
@@ -75,17 +117,30 @@ class Fleet:
             raise NotFound(f"no worker {worker_id!r}; there are: {known}", field="worker_id")
         return member
 
-    def expect(self, worker_id: str, role: Role) -> None:
+    def expect(self, worker_id: str, role: Role, shape: str = "", *, extra: bool = False) -> None:
         """Enter a worker that is about to be started; one that is already known stays as it is."""
+        self._ended.pop(worker_id, None)
         if worker_id not in self._members:
-            self._put(Member(worker_id, role))
+            self._put(Member(worker_id, role, shape=shape, extra=extra))
+
+    def new_name(self, role: Role) -> str:
+        """<role>-<number>, never given before."""
+        kind = role.name.lower()
+        number = self._num_named.get(kind, 0)
+        while f"{kind}-{number}" in self._members:
+            number += 1
+        self._num_named[kind] = number + 1
+        self.version += 1
+        return f"{kind}-{number}"
 
     def announce(self, said: Announcement) -> Member:
         """Take in a worker's word and return what is wanted of it.
 
         Raises:
-            PeerRefused: this epoch was replaced by a later start of the same worker.
+            PeerRefused: this epoch was replaced by a later start of the same worker, or the worker was ended for good.
         """
+        if said.worker_id in self._ended:
+            raise PeerRefused(f"{said.worker_id} was ended", field="worker_id")
         if (said.worker_id, said.epoch) in self._replaced_epochs:
             raise PeerRefused(f"epoch {said.epoch:016x} of {said.worker_id} was replaced", field="epoch")
         known = self._members.get(said.worker_id, Member(said.worker_id, said.role))
@@ -94,12 +149,12 @@ class Fleet:
             self._replaced_epochs.add((said.worker_id, known.epoch))
         member = replace(
             known,
-            state=DRAINING if known.draining else READY,
+            state=_state(known),
             reason="",
             epoch=said.epoch,
             address=said.address,
             pid=said.pid,
-            shape=said.shape,
+            shape=said.shape or known.shape,
             fingerprint=said.fingerprint,
             num_restarts=known.num_restarts + restarted,
         )
@@ -110,7 +165,7 @@ class Fleet:
         """A Session to this very process works (again)."""
         member = self._members.get(worker_id)
         if member is not None and member.epoch == epoch and member.state == FAILED:
-            self._put(replace(member, state=DRAINING if member.draining else READY, reason=""))
+            self._put(replace(member, state=_state(member), reason=""))
 
     def lost(self, worker_id: str, epoch: int, reason: str) -> None:
         """A worker fell silent or did not start; ignored where a newer process has announced itself."""
@@ -118,21 +173,56 @@ class Fleet:
         if member is not None and member.epoch == epoch:
             self._put(replace(member, state=FAILED, reason=reason))
 
-    def want_draining(self, worker_id: str, draining: bool) -> Member:
+    def want_draining(self, worker_id: str, draining: bool, after: AfterDrain = AfterDrain.STAY) -> Member:
         """Raises: NotFound."""
         member = self.get(worker_id)
-        state = member.state
-        if state in (READY, DRAINING):
-            state = DRAINING if draining else READY
-        self._put(replace(member, draining=draining, state=state))
-        return self.get(worker_id)
+        wanted = replace(member, draining=draining, after_drain=after if draining else AfterDrain.STAY)
+        if member.state in (READY, DRAINING, STANDBY):
+            wanted = replace(wanted, state=_state(wanted))
+        self._put(wanted)
+        return wanted
 
     def want_role(self, worker_id: str, role: Role) -> Member:
         """Raises: NotFound."""
         self._put(replace(self.get(worker_id), role=role))
         return self.get(worker_id)
 
+    def want_tuning(self, worker_id: str, tuning: Tuning) -> Member:
+        """Raises: NotFound."""
+        self._put(replace(self.get(worker_id), tuning=tuning))
+        return self.get(worker_id)
+
+    @property
+    def local_prefill_tokens(self) -> int | None:
+        """That routers are told; None: as each is configured."""
+        return self._local_prefill_tokens
+
+    def want_local_prefill(self, max_tokens: int) -> None:
+        if max_tokens != self._local_prefill_tokens:
+            self._local_prefill_tokens = max_tokens
+            self.version += 1
+
+    def stand_by(self, worker_id: str) -> None:
+        """Nothing runs there any more; ignored where it is wanted otherwise meanwhile."""
+        member = self._members.get(worker_id)
+        if member is not None and member.state == DRAINING and member.after_drain is AfterDrain.STANDBY:
+            self._put(replace(member, state=STANDBY))
+
+    def forget(self, worker_id: str) -> None:
+        """It is ended for good."""
+        member = self._members.pop(worker_id, None)
+        if member is not None:
+            self._ended[worker_id] = None
+            while len(self._ended) > _MAX_ENDED:
+                self._ended.pop(next(iter(self._ended)))
+            self.version += 1
+
     def _put(self, member: Member) -> None:
         if self._members.get(member.worker_id) != member:
             self._members[member.worker_id] = member
             self.version += 1
+
+
+def _state(member: Member) -> str:
+    """Of one that is there."""
+    return DRAINING if member.draining else READY

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,30 +27,36 @@ import grpc
 import uvicorn
 
 from baton import grpc_wakeups
-from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
+from baton.config import ClusterConfig, ControllerConfig
 from baton.config_load import from_json
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust
-from baton.request import Role
 from baton.scaled_clock import slowed
 from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
+from router.controller.autoscale_loop import AutoscaleLoop
+from router.controller.autoscaler.autoscaler import Autoscaler
+from router.controller.autoscaler.scaler import Times
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
-from router.controller.fleet_state import FAILED
+from router.controller.database import Database
 from router.controller.fleet_store import FleetStore
-from router.controller.pools import Placement, RayPools
+from router.controller.lease import Lease
+from router.controller.levers import Levers, Waits
+from router.controller.live_facts import LiveFacts, gpus_per_worker
+from router.controller.live_times import LiveTimes
+from router.controller.ray_fleet import RayFleet, sizes_of
+from router.controller.settings import began
+from router.series import Registry
 
 log = get_log("controller.main")
 
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
-_REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
-LOGS_DIR = "logs"  # in the run folder
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 
 
@@ -77,15 +82,19 @@ async def _serve(cluster: ClusterConfig) -> None:
     trust = PeerTrust(cluster.tls_dir_of(Part.CONTROLLER), Part.CONTROLLER)
     tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
     database = database_of(config.database, run_dir)
-    sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
+    sizes = {role.name.lower(): size for role, size in sizes_of(cluster).items()}
     classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
     store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
+    if FleetStore(run_dir / FLEET_FILE).load().is_new:
+        await asyncio.to_thread(_begin, store, cluster)
     controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
-    fleet = _RayFleet(controller, cluster, control_address)
+    fleet = RayFleet(controller, cluster, control_address)
+    registry = Registry()
+    loop = await asyncio.to_thread(_autoscaler, controller, cluster, fleet, database, registry)
     await control.start()
     listener = _bind_admin(config)
     app = make_app(controller, cluster, tokens.current)
@@ -93,9 +102,12 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    starting = asyncio.create_task(_start_and_revive(fleet))
+    tasks = [asyncio.create_task(fleet.start_and_revive()), asyncio.create_task(loop.run())]
     await stop.wait()
-    starting.cancel()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.close()
     await fleet.stop()
     await controller.close()
     await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out
@@ -104,94 +116,37 @@ async def _serve(cluster: ClusterConfig) -> None:
     database.close()
 
 
-async def _start_and_revive(fleet: _RayFleet) -> None:
-    await fleet.start()
-    await fleet.revive()
-
-
-class _RayFleet:
-    """The workers that this controller wants, as Ray actors. Ray's calls block, so they run on threads of their own."""
-
-    def __init__(self, controller: Controller, cluster: ClusterConfig, control_address: str) -> None:
-        self._controller = controller
-        self._config = cluster.controller
-        self._workers = worker_configs(cluster, control_address, os.cpu_count() or 1)
-        # Two per worker: a stop must not queue behind a start that waits for its deadline.
-        self._threads = ThreadPoolExecutor(max_workers=2 * len(self._workers), thread_name_prefix="ray")
-        self._pools: RayPools | None = None
-        for worker in self._workers:
-            controller.expect(worker.worker_id, Role[worker.role.upper()])
-
-    async def start(self) -> None:
-        """Bring all workers up; failures end as `failed` members, each with its reason."""
-        loop = asyncio.get_running_loop()
-        config = self._config
-        log_dir = str(Path(config.run_dir, LOGS_DIR))
-        placement = Placement(config.worker_num_cpus, config.worker_server, config.worker_start_timeout_s, log_dir)
+def _begin(store: ControlStore, cluster: ClusterConfig) -> None:
+    """Put in force what the configuration of a new fleet asks for. Raises: ConfigError: it cannot be."""
+    config, current = cluster.controller, store.settings.current()
+    asked = began(current.value, config.mode, config.max_gpus)
+    if asked != current.value:
         try:
-            pools = await loop.run_in_executor(
-                self._threads, RayPools, config.ray_address, config.ray_node_dir, placement
-            )
-            self._pools = pools
-            await loop.run_in_executor(self._threads, pools.check_fits, len(self._workers))
-        except (BatonError, ConnectionError) as error:
-            log.error("ray_failed", reason=str(error))
-            for worker in self._workers:
-                self._controller.start_failed(worker.worker_id, 0, str(error))
-            return
-        await asyncio.gather(*(self._start_one(pools, worker) for worker in self._workers))
-
-    async def _start_one(self, pools: RayPools, worker: WorkerConfig) -> None:
-        epoch = self._controller.fleet.get(worker.worker_id).epoch  # a process that announces meanwhile has not failed
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, pools.start, worker)
-        except BatonError as error:
-            self._controller.start_failed(worker.worker_id, epoch, error.message)
-
-    async def revive(self) -> None:
-        """For ever: ask again for lost workers, or for Ray where that was away. Ray restarts killed workers itself, but gives
-        up where a restart raised."""
-        while True:
-            await asyncio.sleep(_REVIVE_S)
-            if self._pools is None:
-                await self.start()
-            else:
-                pools = self._pools
-                lost = {m.worker_id for m in self._controller.fleet.members() if m.state == FAILED}
-                await asyncio.gather(*(self._start_one(pools, w) for w in self._workers if w.worker_id in lost))
-
-    async def stop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if pools := self._pools:
-            kills = (loop.run_in_executor(self._threads, pools.kill, worker.worker_id) for worker in self._workers)
-            await asyncio.gather(*kills)
-            await loop.run_in_executor(self._threads, pools.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            asked.budget.check(gpus_per_worker(cluster))
+        except InvalidRequest as error:
+            raise ConfigError(f"controller.max_gpus: {error.message}", field="controller.max_gpus") from error
+        store.settings.replace(current.version, asked, "baton", "as configured")
 
 
-def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int) -> list[WorkerConfig]:
-    """One WorkerConfig per worker of this host; cores are shared out where engine.num_threads leaves it open."""
-    sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
-    num_workers = sum(sizes.values())
-    num_threads = cluster.engine.num_threads or max(1, num_cores // num_workers)
-    return [
-        WorkerConfig(
-            worker_id=f"{role}-{index}",
-            role=role,
-            host=cluster.controller.host,
-            control_address=control_address,
-            tls_dir=cluster.tls_dir_of(Part.WORKER),
-            heartbeat_s=cluster.router.heartbeat_s,
-            missed_heartbeats=cluster.router.missed_heartbeats,
-            model=cluster.model,
-            engine=dataclasses.replace(cluster.engine_of(role), num_threads=num_threads),
-            kv=cluster.kv,
-            emulation=cluster.emulation,
-            log_level=cluster.controller.log_level,
-        )
-        for role, size in sizes.items()
-        for index in range(size)
-    ]
+def _autoscaler(
+    controller: Controller, cluster: ClusterConfig, fleet: RayFleet, database: Database, registry: Registry
+) -> AutoscaleLoop:
+    """Raises: ConfigError: the database cannot be used."""
+    config = cluster.controller
+    start_up_s = Times().start_up_s * cluster.emulation.time_scale
+    times = Times(config.tick_s, start_up_s, cluster.emulation.flip_s, config.dwell_s, config.shrink_after_s)
+    live_times = LiveTimes(times)
+    facts = LiveFacts(controller, cluster, fleet.shape_of, lambda: live_times.times.start_up_s, time.monotonic())
+    return AutoscaleLoop(
+        controller,
+        Levers(controller, fleet, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s)),
+        facts,
+        fleet,
+        Autoscaler(times),
+        live_times,
+        Lease(database, "autoscaler", secrets.token_hex(8)),
+        registry,
+    )
 
 
 class _AdminServer(uvicorn.Server):

@@ -46,6 +46,7 @@ class RayPools:
 
     def __init__(self, ray_address: str, node_dir: str, placement: Placement) -> None:
         self._placement = placement
+        self._ended: set[str] = set()  # ids that were killed: a start of one that is under way must leave nothing
         try:
             ray.init(
                 address=ray_address,
@@ -84,6 +85,8 @@ class RayPools:
         deadline_s = time.monotonic() + self._placement.start_timeout_s
         try:
             actor = self._create(config)
+            if config.worker_id in self._ended:
+                ray.kill(actor, no_restart=True)
             return str(ray.get(actor.address.remote(), timeout=max(0.0, deadline_s - time.monotonic())))
         except GetTimeoutError:
             raise ConfigError(
@@ -95,7 +98,8 @@ class RayPools:
             raise WorkerLost(f"Ray could not start {config.worker_id}: {_cause(error)}") from error
 
     def kill(self, worker_id: str) -> None:
-        """Stop the worker for good; one that is not there is fine."""
+        """Stop the worker for good, also one that is only being started; one that is not there is fine."""
+        self._ended.add(worker_id)  # before the look: either that sees the actor, or who creates it sees this
         try:
             actor = ray.get_actor(worker_id, NAMESPACE)
         except ValueError:
@@ -104,8 +108,15 @@ class RayPools:
             ray.get(actor.stop.remote(), timeout=_STOP_S)
         ray.kill(actor, no_restart=True)
 
+    def num_spare(self) -> int:
+        """How many more workers fit now. Workers that Ray has not placed yet do not count."""
+        return int(self._free_cpus() / self._placement.num_cpus)
+
     def close(self) -> None:
         ray.shutdown()
+
+    def _free_cpus(self) -> float:
+        return float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
 
     def _create(self, config: WorkerConfig) -> ActorHandle[WorkerActor]:
         actor = RemoteWorker.options(
@@ -119,7 +130,7 @@ class RayPools:
         return cast("ActorHandle[WorkerActor]", actor)  # ray's own type also allows for a class
 
     def _timeout_reason(self, worker_id: str) -> str:
-        free = float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
+        free = self._free_cpus()
         waited = f"{self._placement.start_timeout_s:g} s"
         if free < self._placement.num_cpus:
             return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -65,7 +65,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    mode: Mode = Mode.AUTO
+    mode: Mode = Mode.ADVISORY
     budget: Budget = field(default_factory=Budget)
 
 
@@ -78,6 +78,14 @@ def _decode(body: str) -> ControlSettings:
     budget = fields["budget"]
     pools = {name: PoolBounds(**budget[name]) for name in Budget().pools()}
     return ControlSettings(Mode(fields["mode"]), Budget(budget["max_gpus"], **pools))
+
+
+def began(settings: ControlSettings, mode: str, max_gpus: int) -> ControlSettings:
+    """With what a new fleet's configuration asks for; "" and 0 ask for nothing."""
+    return ControlSettings(
+        Mode(mode) if mode else settings.mode,
+        replace(settings.budget, max_gpus=max_gpus) if max_gpus else settings.budget,
+    )
 
 
 def settings_format(configured: Mapping[str, int]) -> Format[ControlSettings]:

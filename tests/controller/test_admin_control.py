@@ -312,11 +312,11 @@ async def test_mode_and_budget_share_a_version_and_survive_a_restart(database_ur
     database = open_database(database_url)
     async with operator(database) as admin:
         before = await admin.get("/admin/v1/mode")
-        assert (before.json()["mode"], before.headers["etag"]) == ("auto", '"1"')
-        body = {"mode": "advisory", "reason": "first week"}
+        assert (before.json()["mode"], before.headers["etag"]) == ("advisory", '"1"')
+        body = {"mode": "auto", "reason": "after the first week"}
         assert (await admin.put("/admin/v1/mode", json=body)).status_code == 428
         mode = await admin.put("/admin/v1/mode", json=body, headers={"if-match": '"1"'})
-        assert (mode.status_code, mode.json()["mode"], mode.json()["who"]) == (200, "advisory", "ann")
+        assert (mode.status_code, mode.json()["mode"], mode.json()["who"]) == (200, "auto", "ann")
         late = await admin.put("/admin/v1/mode", json={**body, "mode": "frozen"}, headers={"if-match": '"1"'})
         assert (late.status_code, late.headers["etag"]) == (412, '"2"')
         budget = {"max_gpus": 12, "prefill": {"min_workers": 0, "max_workers": 4}, "reason": "night"}
@@ -327,7 +327,7 @@ async def test_mode_and_budget_share_a_version_and_survive_a_restart(database_ur
         assert lifted.json()["budget"]["max_gpus"] is None
     async with operator(database) as again:
         told = (await again.get("/admin/v1/budget")).json()
-        assert (told["version"], told["mode"], told["budget"]["prefill"]["max_workers"]) == (4, "advisory", 4)
+        assert (told["version"], told["mode"], told["budget"]["prefill"]["max_workers"]) == (4, "auto", 4)
         whole = await again.put("/admin/v1/budget", json={"max_gpus": 3, "reason": "reset"}, headers=ANY)
         assert whole.json()["budget"]["prefill"] == {"min_workers": 0, "max_workers": None}
         history = (await again.get("/admin/v1/settings/history")).json()["revisions"]

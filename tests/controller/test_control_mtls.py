@@ -13,12 +13,13 @@ import pytest
 
 from baton.config import ClusterConfig, ControllerConfig
 from baton.peer_trust import PLAIN, Part, PeerTrust
+from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
-from router.controller.main import worker_configs
+from router.controller.ray_fleet import WorkerConfigs
 from tests.cluster_certificates import Authority, needs_openssl
 from worker.announcer import announce
 
@@ -81,5 +82,5 @@ async def test_a_worker_announces_itself_over_tls(address: str, authority: Autho
 def test_each_part_of_a_cluster_gets_its_own_folder() -> None:
     cluster = ClusterConfig(tls_dir="/certificates")
     assert cluster.tls_dir_of(Part.CONTROLLER) == "/certificates/controller"
-    assert {worker.tls_dir for worker in worker_configs(cluster, "", 2)} == {"/certificates/worker"}
-    assert {worker.tls_dir for worker in worker_configs(ClusterConfig(), "", 2)} == {""}
+    assert WorkerConfigs(cluster, "", 2)("decode-0", Role.DECODE).tls_dir == "/certificates/worker"
+    assert WorkerConfigs(ClusterConfig(), "", 2)("decode-0", Role.DECODE).tls_dir == ""

@@ -25,7 +25,7 @@ def store(database: Database) -> ControlStore:
 def test_a_new_store_holds_the_defaults_as_version_one(store: ControlStore) -> None:
     assert store.slo.current() == Revision(1, DEFAULT_CLASSES, 7.0, "baton", "defaults")
     settings = store.settings.current()
-    assert (settings.version, settings.value.mode) == (1, Mode.AUTO)
+    assert (settings.version, settings.value.mode) == (1, Mode.ADVISORY)
     assert settings.value.budget == Budget(None, PoolBounds(1), PoolBounds(1), PoolBounds(0))
 
 

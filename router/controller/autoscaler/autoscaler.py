@@ -1,79 +1,112 @@
 """One look at the fleet, and what to do about it. Pure.
 
-facts ─ who is there (census) ─ what calls ask for (traffic) ─ sizes (need, layouts) ─ what may be done by now (patience)
-      ─ by which means (levers) ─▶ proposals
+    facts ─ what may be believed (sound) ─ who is there (census) ─ what calls ask for (traffic) ─ what they felt (lessons)
+          ─ sizes (need, outlook, search) ─ by which means (levers), as far as it is time (patience) ─▶ proposals
+
+It holds still where it cannot see: without a word of any router for HOLD_AFTER_S sizes stay, and what was seen before counts for
+nothing afterwards.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from baton.request import Role
-from router.controller.autoscaler import need
+from router.controller.autoscaler import outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
-from router.controller.autoscaler.layouts import Kinds, Layout, bounds_of, kinds_of
-from router.controller.autoscaler.levers import Levers, Sizes
+from router.controller.autoscaler.layouts import Kinds, Layout, kinds_of
+from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
+from router.controller.autoscaler.levers import Levers
+from router.controller.autoscaler.outlook import Analytic, Evaluator
 from router.controller.autoscaler.patience import Patience
 from router.controller.autoscaler.scaler import Scaler, Times
+from router.controller.autoscaler.sizes import Sizes, Sizing, roles_of
+from router.controller.autoscaler.sound import pressure, sound
 from router.controller.autoscaler.traffic import ClassLoad, Load, loads_of, sizing
 
 __all__ = ["Autoscaler", "Scaler", "Times"]
 
 HOLD_AFTER_S = 15.0  # without a word of any router: three reports were missed (router/controller/observer.py, FRESH_S)
-DEADLINE_START_UPS = 3.0  # a start that takes longer than three will not come
-BAND = 1.1  # how far a load must exceed what there is before a pool grows, and lie below it before it gives
+DEADLINE_START_UPS = 3.0  # what takes three times as long as a start takes will not come
+FULL = 0.9  # of decode's memory: as router/placement.py, HEADROOM
 
 
 class Autoscaler:
     """Decides sizes of one fleet."""
 
-    def __init__(self, times: Times | None = None) -> None:
+    def __init__(
+        self, times: Times | None = None, *, evaluator: Evaluator | None = None, max_standbys: int = 0
+    ) -> None:
+        """`max_standbys`: how many workers that are not needed stay on their GPUs, to be back at once."""
+        self.wanted = Layout()  # at the last look
         self._times = times or Times()
+        self._evaluator = evaluator or Analytic()
+        self._max_standbys = max_standbys
         self._patience = Patience(self._times)
+        self._lessons = Lessons()
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
+        self._roles: tuple[Role, ...] = ()
+        self._settled: tuple[Layout, float] = (Layout(), 0.0)  # what is ready, and since when
 
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
         self._patience.look(facts.now_s, facts.workers)
-        if facts.missing_s > HOLD_AFTER_S:
+        if not facts.missing_s <= HOLD_AFTER_S:  # NaN, too
+            for role in Role:
+                self._patience.forget(role)
             return []
+        facts = sound(facts)
         there = census(facts, self._patience.in_state_s, DEADLINE_START_UPS * self._times.start_up_s)
+        self._roles = roles_of(facts, self._roles)
+        kinds, load = self._believed(facts)
+        if self._is_settled(there):
+            self._learn(facts, there, kinds, load)
+            kinds, load = self._believed(facts)
+        sizes = Sizing(facts, there, kinds, load, self._roles, self._evaluator).sizes()
+        self.wanted = sizes.wanted
+        self._patience.wanted(sizes.wanted)
+        return self._levers(facts, there, sizes).proposals()
+
+    def _levers(self, facts: FleetFacts, there: Census, sizes: Sizes) -> Levers:
+        return Levers(
+            facts,
+            there,
+            sizes,
+            self._patience,
+            max_standbys=self._max_standbys,
+            standby_s=self._times.shrink_after_s,
+        )
+
+    def _believed(self, facts: FleetFacts) -> tuple[Kinds, Load]:
+        """Workers as slow as they seem, and the load that sizes are for."""
+        now_s = self._patience.now_s
         loads = loads_of(facts.classes, self._last)
         self._last.update((load.slo.name, load) for load in loads)
-        kinds, load = kinds_of(facts), sizing(loads)
-        sizes = Sizes(
-            wanted=_bounded(_needed(facts, kinds, load, there), facts),
-            short=_bounded(_needed(facts, kinds, load.times(1 / BAND), there), facts),
-            spare=_bounded(_needed(facts, kinds, load.times(BAND), there), facts),
-            reason=f"{load.rate:.3g} calls/s want {_needed(facts, kinds, load, there)}, there are {there.layout}",
-            inputs={"rate_per_s": load.rate, "queued_tokens": facts.queued_tokens},
-        )
-        self._patience.wanted(sizes.wanted)
-        return list(Levers(facts, there, sizes, self._patience).proposals())
+        kinds = {role: kind.slower(self._lessons.factor(role, now_s)) for role, kind in kinds_of(facts).items()}
+        return kinds, sizing(loads, self._lessons.counted(now_s))
 
+    def _is_settled(self, there: Census) -> bool:
+        """Whether what calls feel now is of these sizes."""
+        layout, since_s = self._settled
+        if there.ready != layout:
+            self._settled = (there.ready, self._patience.now_s)
+            return False
+        is_all = there.ready == there.layout and not there.draining
+        enough = all(num >= self.wanted.of(role) for role, num in there.ready)
+        if not (is_all and enough):
+            self._settled = (layout, self._patience.now_s)
+            return False
+        return self._patience.now_s - since_s >= SETTLED_S
 
-def _needed(facts: FleetFacts, kinds: Kinds, load: Load, there: Census) -> Layout:
-    wakes = int(facts.queued_tokens > 0)
-    busy = {role: _busy(kinds, role, load, facts, there) for role in Role}
-    if there.layout.both or facts.budget.both.min_workers:
-        return Layout(both=max(wakes, math.ceil(busy[Role.BOTH])))
-    return Layout(max(wakes, math.ceil(busy[Role.PREFILL])), max(wakes, math.ceil(busy[Role.DECODE])))
-
-
-def _busy(kinds: Kinds, role: Role, load: Load, facts: FleetFacts, there: Census) -> float:
-    if role not in kinds or not load.classes:
-        return 0.0
-    if role is Role.PREFILL:
-        waiting = facts.queued_tokens + sum(w.load.waiting_tokens for w in there.of(role) if w.load)
-        return need.prefill_busy(kinds[role], load) / need.PREFILL_BUSY + need.backlog_busy(kinds[role], load, waiting)
-    return need.decode_busy(kinds[role], load) / need.DECODE_BUSY
-
-
-def _bounded(layout: Layout, facts: FleetFacts) -> Layout:
-    for role, num in layout:
-        bounds = bounds_of(facts.budget, role)
-        most = num if bounds.max_workers is None else bounds.max_workers
-        layout = layout.plus(role, max(bounds.min_workers, min(num, most)) - num)
-    return layout
+    def _learn(self, facts: FleetFacts, there: Census, kinds: Kinds, load: Load) -> None:
+        now_s = self._patience.now_s
+        for of_class in facts.classes:
+            num_missed = of_class.num_missed_ttft + of_class.num_missed_tpot
+            if of_class.slo.priority < 0 and too_many(num_missed, of_class):
+                self._lessons.count(of_class.slo.name, now_s)
+        keepable = {of_class.slo.name for of_class in load.classes if outlook.is_keepable(of_class, load, kinds)}
+        share = pressure(there.of(Role.DECODE)).used_share
+        judged = [of_class for of_class in facts.classes if of_class.slo.name in keepable]
+        for role in blamed(judged, (share or 0.0) > FULL, self._roles):
+            self._lessons.learn(role, now_s)

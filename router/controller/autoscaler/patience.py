@@ -1,15 +1,15 @@
 """What may be done by now: the rules that keep sizes from flapping, whatever the numbers do. Pure; DESIGN section 9, 7 and 8.
 
-Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
-
-    grow     at once
-    flip     dwell_s after the last flip that took from the pool it would give to; a worker that has just come into its role stays
-             in it as long
+    grow     at once; but after a start that failed only BACKOFF_S later, then twice that, and so on
+    flip     dwell_s after the pool that would give took one, or the one that would take gave one
     shrink   to what was enough for all of shrink_after_s, none of which came before the pool last grew
+
+Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,39 +20,46 @@ from router.controller.autoscaler.layouts import Layout
 from router.controller.autoscaler.scaler import Times
 
 MAX_STEP_TICKS = 3  # between two looks; what is longer was a pause or a jump, and nobody knows what happened in it
+BACKOFF_S = 60.0  # a start-up
+MAX_BACKOFF_S = 1_800.0  # machines that were full may have room again
 
 
 @dataclass(slots=True)
 class _Pool:
     wanted: deque[tuple[float, int]] = field(default_factory=deque)  # sizes that were wanted, and when
-    gave_s: float = float("-inf")  # when a worker was last flipped out of it
-    got_s: float = float("-inf")  # or into it
+    gave_s: float = -math.inf  # when a worker was last flipped out of it
+    took_s: float = -math.inf  # or into it
+    num_failed_starts: int = 0  # since one succeeded
+    failed_s: float = -math.inf
 
 
 class Patience:
     """Of one fleet."""
 
     def __init__(self, times: Times) -> None:
+        self.now_s = 0.0  # that has passed
         self._times = times
         self._clock_s: float | None = None  # the caller's, at the last look
-        self.now_s = 0.0  # that has passed
         self._pools = {role: _Pool() for role in Role}
         self._states: dict[str, tuple[State, Role, float]] = {}  # by worker: what it is, and since when
 
     def look(self, clock_s: float, workers: Iterable[WorkerFacts]) -> None:
         """A tick."""
-        if self._clock_s is not None:
-            self.now_s += min(max(0.0, clock_s - self._clock_s), MAX_STEP_TICKS * self._times.tick_s)
-        self._clock_s = clock_s
+        if math.isfinite(clock_s):
+            if self._clock_s is not None:
+                self.now_s += min(max(0.0, clock_s - self._clock_s), MAX_STEP_TICKS * self._times.tick_s)
+            self._clock_s = clock_s
         before, self._states = self._states, {}
         for worker in workers:
             known = before.get(worker.worker_id)
+            if known is not None and known[0] is State.PENDING and worker.state is State.READY:
+                self._pools[worker.role].num_failed_starts = 0
             is_same = known is not None and known[:2] == (worker.state, worker.role)
             since_s = known[2] if known is not None and is_same else self.now_s
             self._states[worker.worker_id] = (worker.state, worker.role, since_s)
 
     def in_state_s(self, worker: WorkerFacts) -> float:
-        """For how long the worker has been what it is."""
+        """For how long the worker has been what it is, as far as was seen."""
         return self.now_s - self._states[worker.worker_id][2]
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -72,17 +79,27 @@ class Patience:
             return None
         return max(num for _, num in sizes)
 
-    def grew(self, role: Role) -> None:
-        """What was enough before is no longer known."""
+    def forget(self, role: Role) -> None:
+        """What was enough is no longer known: the pool grew, or nobody saw what happened."""
         self._pools[role].wanted.clear()
 
-    # -- flips ---------------------------------------------------------------------------------------------------------
+    # -- flips and starts ----------------------------------------------------------------------------------------------
 
-    def may_flip(self, giver: Role, taker: Role) -> bool:
+    def may_give(self, giver: Role, taker: Role) -> bool:
         """Not back at once."""
-        dwell_s = self._times.dwell_s
-        return self.now_s - self._pools[giver].got_s >= dwell_s and self.now_s - self._pools[taker].gave_s >= dwell_s
+        latest_s = max(self._pools[giver].took_s, self._pools[taker].gave_s)
+        return self.now_s - latest_s >= self._times.dwell_s
 
-    def flipped(self, giver: Role, taker: Role) -> None:
-        self._pools[giver].gave_s = self._pools[taker].got_s = self.now_s
-        self.grew(taker)
+    def gave(self, giver: Role, taker: Role) -> None:
+        self._pools[giver].gave_s = self._pools[taker].took_s = self.now_s
+
+    def failed_start(self, role: Role) -> None:
+        self._pools[role].num_failed_starts += 1
+        self._pools[role].failed_s = self.now_s
+
+    def may_create(self, role: Role) -> bool:
+        pool = self._pools[role]
+        if not pool.num_failed_starts:
+            return True
+        backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(16, pool.num_failed_starts - 1))
+        return self.now_s - pool.failed_s >= backoff_s

@@ -1,0 +1,73 @@
+"""Of several controllers on one database one acts: it holds a lease, a row with its name and an end.
+
+Whoever finds the row free, run out or its own writes itself in, within a write transaction; of two that try at once one wins. The
+holder counts from before it asked, on its own monotonic clock, so it stops before others may begin, as long as wall clocks that
+share a database go at one rate and differ by less than MARGIN_S. A holder that stops gives it back; one that died is waited for.
+Calls block: run them off the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton.errors import ConfigError, Unavailable
+from router.controller.database import FIELD, Database, migrate
+
+LEASE_S = 10.0  # of a dead holder: as long as a tick, so at most one look at the fleet is missed
+MARGIN_S = 2.0  # that wall clocks may differ by; NTP keeps them within milliseconds
+
+MIGRATIONS = (
+    ("CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_unix_s DOUBLE PRECISION NOT NULL)",),
+)
+
+
+class Lease:
+    """One name's, as one process sees it."""
+
+    def __init__(
+        self,
+        database: Database,
+        name: str,
+        holder: str,
+        now_unix_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises: ConfigError: the database cannot be used."""
+        self._database = database
+        self._name = name
+        self._holder = holder
+        self._now_unix_s = now_unix_s
+        self._now_s = now_s
+        self._until_s = float("-inf")
+        try:
+            migrate(database, "leases", MIGRATIONS)
+        except Unavailable as error:
+            raise ConfigError(f"cannot keep leases: {error.message}", field=FIELD) from error
+
+    @property
+    def is_held(self) -> bool:
+        return self._now_s() < self._until_s
+
+    def take(self) -> bool:
+        """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""
+        asked_s = self._now_s()
+        with self._database.writing() as tx:
+            now_unix_s = self._now_unix_s()
+            rows = tx.execute("SELECT holder, until_unix_s FROM leases WHERE name = ?", (self._name,))
+            if rows and rows[0][0] != self._holder and now_unix_s < rows[0][1]:
+                self._until_s = float("-inf")
+                return False
+            tx.execute(
+                "INSERT INTO leases (name, holder, until_unix_s) VALUES (?, ?, ?)"
+                " ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, until_unix_s = excluded.until_unix_s",
+                (self._name, self._holder, now_unix_s + LEASE_S + MARGIN_S),
+            )
+        self._until_s = asked_s + LEASE_S
+        return True
+
+    def give_back(self) -> None:
+        """So that the next holder need not wait. Raises: Unavailable."""
+        self._until_s = float("-inf")
+        with self._database.writing() as tx:
+            tx.execute("DELETE FROM leases WHERE name = ? AND holder = ?", (self._name, self._holder))
