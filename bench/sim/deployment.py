@@ -48,6 +48,11 @@ class Hardware:
     tp: int = 1
 
     @property
+    def name(self) -> str:
+        """Workers of one name flip, and are tuned, alike."""
+        return f"{self.tp}x{self.gpu}"
+
+    @property
     def usd_per_hour(self) -> float:
         return self.tp * gpu(self.gpu).usd_per_hour
 

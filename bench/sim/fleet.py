@@ -77,7 +77,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.processes: list[SimWorker] = []  # every one that ever was
         self.faults = Faults()
-        self._deployment = deployment
+        self.deployment = deployment
         self._router = router
         self._listener = listener
         self._delays = delays
@@ -132,7 +132,7 @@ class Fleet:
         worker = self._process(member)
         if role is worker.role:
             raise Refused(f"{worker_id} has the role {role.name.lower()} already")
-        if self._deployment.hardware(role) != self._deployment.hardware(worker.role):
+        if self.deployment.hardware(role) != self.deployment.hardware(worker.role):
             raise Refused(f"{worker_id} has not the GPUs of a {role.name.lower()} worker")
         member.role = role
         self._enter(member, State.FLIPPING, now_s)
@@ -141,7 +141,7 @@ class Fleet:
 
     def wake(self, worker_id: str, role: Role, now_s: float) -> list[Event]:
         member = self._find(worker_id, State.STANDBY)
-        if self._deployment.hardware(role) != self._deployment.hardware(self._process(member).role):
+        if self.deployment.hardware(role) != self.deployment.hardware(self._process(member).role):
             raise Refused(f"{worker_id} has not the GPUs of a {role.name.lower()} worker")
         member.role = role
         self._enter(member, State.PENDING, now_s)
@@ -199,7 +199,7 @@ class Fleet:
 
     def _start(self, member: Member, now_s: float) -> list[Event]:
         """Its process is up."""
-        deployment, member.epoch = self._deployment, member.epoch + 1
+        deployment, member.epoch = self.deployment, member.epoch + 1
         member.worker = SimWorker(
             member.worker_id,
             member.epoch,
@@ -266,14 +266,14 @@ class Fleet:
         name = role.name.lower()
         worker_id = f"{name}-{self._numbers[role]}"
         self._numbers[role] += 1
-        member = Member(worker_id, role, state, now_s, self._deployment.hardware(role).tp, created_s=now_s)
+        member = Member(worker_id, role, state, now_s, self.deployment.hardware(role).tp, created_s=now_s)
         self.members[worker_id] = member
         return member
 
     def _shape(self, role: Role) -> EngineShape:
         """One per role: workers share what is remembered of step times."""
         if role not in self._shapes:
-            self._shapes[role] = self._deployment.worker_shape(role)
+            self._shapes[role] = self.deployment.worker_shape(role)
         return self._shapes[role]
 
     def _enter(self, member: Member, state: State, now_s: float) -> None:

@@ -114,12 +114,17 @@ class ClassMeasure:
     num_local: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    asked_tokens: int = 0  # prompts and answers of every call, whatever became of it
+    met_tokens: int = 0  # of those that met their targets
 
     def add(self, call: Call, *, was_shed: bool) -> None:
         verdict = call.verdict
         self.verdicts[verdict] += 1
         self.attained.add(verdict is Verdict.MET)
         self.num_shed += was_shed
+        num_tokens = call.row.input_tokens + call.row.output_tokens
+        self.asked_tokens += num_tokens
+        self.met_tokens += num_tokens * (verdict is Verdict.MET)
         if call.end_s is None:
             return
         self.mean_ttft.add(call.ttft_s)

@@ -92,9 +92,16 @@ class SimRouter:
     def num_open(self) -> int:
         return len(self._calls)
 
-    def waiting(self) -> Iterable[Turn]:
-        """For their turn."""
-        return self.admission.queue.calls if self.admission is not None and self.admission.queue else ()
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that no worker has yet."""
+        queue = self.admission.queue if self.admission is not None else None
+        return sum(len(one.request.token_ids) for one in self._homeless) + (round(queue.tokens) if queue else 0)
+
+    def oldest_queued_s(self, now_s: float) -> float:
+        """For how long the call waits that waits longest for its turn; 0: none does."""
+        queue = self.admission.queue if self.admission is not None else None
+        return now_s - min((turn.since_s for turn in queue.calls), default=now_s) if queue else 0.0
 
     # -- a call's life -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.request import Role
 from baton.slo import SLO
+from engine.tuning import Tuning as Tuning
 from router.controller.settings import Budget
 from router.controller.step_model import Terms
 
@@ -25,15 +26,6 @@ class State(enum.StrEnum):
     FLIPPING = "flipping"  # idle soon, then of the other role
     DRAINING = "draining"  # takes no new work
     FAILED = "failed"  # away; somebody else brings it back
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Limits of an engine that may change while it runs; never above what it was started with."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
