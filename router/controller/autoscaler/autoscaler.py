@@ -50,6 +50,11 @@ class Autoscaler:
         self._roles: tuple[Role, ...] = ()
         self._settled: tuple[Layout, float] = (Layout(), 0.0)  # what is ready, and since when
 
+    def measured(self, times: Times) -> None:
+        """From now on things take so long; told by who measures them (live_times.py)."""
+        self._times = times
+        self._patience.measured(times)
+
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
         self._patience.look(facts.now_s, facts.workers)
         if not facts.missing_s <= HOLD_AFTER_S:  # NaN, too

@@ -43,6 +43,10 @@ class Patience:
         self._pools = {role: _Pool() for role in Role}
         self._states: dict[str, tuple[State, Role, float]] = {}  # by worker: what it is, and since when
 
+    def measured(self, times: Times) -> None:
+        """From now on these hold."""
+        self._times = times
+
     def look(self, clock_s: float, workers: Iterable[WorkerFacts]) -> None:
         """A tick."""
         if math.isfinite(clock_s):
