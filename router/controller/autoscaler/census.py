@@ -6,7 +6,7 @@ FLIPPING ones in the role they will have. Who drains or stands by does no work, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.request import Role
@@ -25,10 +25,12 @@ class Census:
 
     @property
     def layout(self) -> Layout:
-        layout = Layout()
-        for worker in self.counted:
-            layout = layout.plus(worker.role)
-        return layout
+        return _layout(self.counted)
+
+    @property
+    def ready(self) -> Layout:
+        """That serves now."""
+        return _layout(worker for worker in self.counted if worker.state is State.READY)
 
     @property
     def num_gpus(self) -> int:
@@ -37,6 +39,13 @@ class Census:
 
     def of(self, role: Role) -> list[WorkerFacts]:
         return [worker for worker in self.counted if worker.role is role]
+
+
+def _layout(workers: Iterable[WorkerFacts]) -> Layout:
+    layout = Layout()
+    for worker in workers:
+        layout = layout.plus(worker.role)
+    return layout
 
 
 def census(facts: FleetFacts, in_state_s: Callable[[WorkerFacts], float], deadline_s: float) -> Census:

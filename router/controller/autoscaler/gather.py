@@ -162,7 +162,7 @@ def _pairs(prompt: float | None, cached: float | None, lengths: Sequence[float])
 
 def _spread(lengths: Sequence[float]) -> float:
     """The mean of squares over the square of the mean; 1 = all alike."""
-    middles = [2.0 ** ((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(lengths))]
+    middles = [math.exp2((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(lengths))]
     count = sum(lengths)
     if not count:
         return 1.0

@@ -10,6 +10,7 @@ from statistics import median_low
 from baton.request import Role
 from router.controller.autoscaler.facts import Blueprint, FleetFacts, Tuning, WorkerFacts
 from router.controller.autoscaler.need import Kind
+from router.controller.autoscaler.traffic import known
 from router.controller.settings import Budget, PoolBounds
 from router.controller.step_model import Terms
 
@@ -43,6 +44,7 @@ class Layout:
 
 
 Kinds = Mapping[Role, Kind]
+PAIR = (Role.PREFILL, Role.DECODE)  # between which workers flip
 
 
 def bounds_of(budget: Budget, role: Role) -> PoolBounds:
@@ -89,8 +91,6 @@ def _typical(workers: list[WorkerFacts]) -> Blueprint:
 
 
 def _kind(role: Role, terms: Terms, blueprint: Blueprint, usd_per_gpu_hour: Mapping[str, float]) -> Kind:
-    usd = usd_per_gpu_hour.get(blueprint.shape, 1.0)
-    usd = usd if math.isfinite(usd) and usd > 0 else 1.0
-    return Kind(
-        role, terms, blueprint.most, blueprint.kv_tokens, max(1, blueprint.num_gpus), usd * max(1, blueprint.num_gpus)
-    )
+    usd = known(usd_per_gpu_hour.get(blueprint.shape), math.inf) or 1.0
+    num_gpus = max(1, blueprint.num_gpus)
+    return Kind(role, terms, blueprint.most, blueprint.kv_tokens, num_gpus, usd * num_gpus, blueprint.shape)

@@ -1,128 +1,219 @@
-"""From the sizes there are to those that are wanted, by the cheapest means. Pure; DESIGN section 9, 6 to 8.
+"""From the sizes there are to those that are wanted, by the cheapest means. Pure; DESIGN section 9, 6 to 9.
 
     1 who did not come up in time is given up
-    2 a short pool takes, in this order: who drains, who can be spared elsewhere (flip), who stands by, somebody new
-    3 a pool that has been too large for long lets one go
+    2 a budget that was lowered is obeyed: standbys go, then who is not up, then who is least busy
+    3 a short pool takes, in this order: who drains, whom another pool can spare, who stands by, somebody new; where the budget is
+      spent, a pool of another shape that can spare one makes room
+    4 a pool that has been too large for long lets one go, and the next one once that one is gone
 
-Each step sees what the ones before have taken.
+Each step sees what the ones before have done. Only who is ready flips or drains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from baton.request import Role
-from router.controller.autoscaler.acts import Create, Drain, Flip, GiveUp, Proposal, Undrain, Wake
+from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, Proposal, Undrain, Wake
 from router.controller.autoscaler.census import Census
 from router.controller.autoscaler.facts import FleetFacts, State, WorkerFacts
-from router.controller.autoscaler.layouts import Layout, blueprint_of, bounds_of
+from router.controller.autoscaler.layouts import PAIR, blueprint_of, bounds_of
 from router.controller.autoscaler.patience import Patience
+from router.controller.autoscaler.sizes import Sizes
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What was worked out."""
-
-    wanted: Layout
-    short: Layout  # what the least of doubts leaves wanted: only who is below it takes
-    spare: Layout  # what a pool keeps if it gives a worker to another
-    reason: str = ""
-    inputs: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+_NOT_UP = (State.PENDING, State.FAILED)
 
 
 class Levers:
     """One look's."""
 
-    def __init__(self, facts: FleetFacts, census: Census, sizes: Sizes, patience: Patience) -> None:
+    def __init__(
+        self, facts: FleetFacts, there: Census, sizes: Sizes, patience: Patience, *, max_standbys: int, standby_s: float
+    ) -> None:
+        """`max_standbys`: kept with their weights loaded when they leave; a standby beyond is ended after `standby_s`."""
         self._facts = facts
-        self._census = census
+        self._there = there
         self._sizes = sizes
         self._patience = patience
-        self._have = census.layout
-        self._taken: set[str] = set()  # workers that something was proposed for
-        self._num_gpus = census.num_gpus
-        self._spare_gpus = math.inf if facts.spare_gpus is None else max(0, facts.spare_gpus)
+        self._max_standbys = max_standbys
+        self._standby_s = standby_s
+        self._have = there.layout
+        self._free = {worker.worker_id: worker for worker in facts.workers}  # of whom nothing was proposed yet
+        self._num_gpus = there.num_gpus
 
-    def proposals(self) -> Iterator[Proposal]:
-        yield from self._give_up()
-        for role, wanted in self._sizes.wanted:
-            if self._sizes.short.of(role) > self._have.of(role):
-                yield from self._grow(role, wanted)
-        yield from self._shrink()
+    def proposals(self) -> list[Proposal]:
+        return [*self._give_up(), *self._obey_budget(), *self._grow(), *self._shrink(), *self._end_standbys()]
+
+    # -- 1, 2 ----------------------------------------------------------------------------------------------------------
 
     def _give_up(self) -> Iterator[Proposal]:
-        for worker in self._census.stuck:
-            self._taken.add(worker.worker_id)
-            yield Proposal(GiveUp(worker.worker_id), f"{worker.worker_id} has been {worker.state} for too long")
+        for worker in self._there.stuck:
+            self._leave(worker)
+            self._patience.failed_start(worker.role)
+            since_s = self._patience.in_state_s(worker)
+            yield Proposal(
+                GiveUp(worker.worker_id),
+                f"{worker.worker_id} has been {worker.state} for {since_s:.0f} s, longer than a start may take",
+                {"since_s": since_s},
+            )
 
-    def _grow(self, role: Role, wanted: int) -> Iterator[Proposal]:
-        for lever in (self._undrain, self._flip, self._wake, self._create):
-            while self._have.of(role) < wanted and (proposal := lever(role)) is not None:
-                self._have = self._have.plus(role)
-                self._patience.grew(role)
-                yield proposal
+    def _obey_budget(self) -> Iterator[Proposal]:
+        max_gpus = self._facts.budget.max_gpus
+        leaving = sum(worker.num_gpus for worker in self._there.draining)
+        for worker in self._in(State.STANDBY):
+            if max_gpus is not None and self._num_gpus - leaving > max_gpus:
+                self._leave(worker)
+                yield Proposal(GiveUp(worker.worker_id), f"the budget is {max_gpus} GPUs", {"max_gpus": max_gpus})
+        for role, wanted in self._sizes.wanted:
+            most = bounds_of(self._facts.budget, role).max_workers
+            while self._have.of(role) > wanted:
+                is_over = max_gpus is not None and self._num_gpus - leaving > max_gpus
+                if not is_over and (most is None or self._have.of(role) <= most):
+                    break
+                bound = f"{max_gpus} GPUs" if is_over else f"{most} {role.name.lower()} workers"
+                leaver = self._least_busy(role)
+                if leaver is None:
+                    break
+                leaving += leaver.num_gpus if leaver.state not in _NOT_UP else 0
+                yield self._end(leaver, f"the budget is {bound}", keep_standby=False)
 
-    def _free(self, workers: tuple[WorkerFacts, ...]) -> list[WorkerFacts]:
-        return [worker for worker in workers if worker.worker_id not in self._taken]
+    # -- 3 -------------------------------------------------------------------------------------------------------------
 
-    def _propose(self, act: Undrain | Flip | Wake | Create | Drain, how: str) -> Proposal:
-        return Proposal(act, f"{how}: {self._sizes.reason}", self._sizes.inputs)
+    def _grow(self) -> Iterator[Proposal]:
+        for role, wanted in self._sizes.wanted:
+            if self._sizes.short.of(role) <= self._have.of(role):
+                continue
+            for lever in (self._undrain, self._flip, self._wake, self._create):
+                while self._have.of(role) < wanted and (proposal := lever(role)) is not None:
+                    self._have = self._have.plus(role)
+                    self._patience.forget(role)
+                    yield proposal
+            if self._have.of(role) < wanted:
+                yield from self._make_room(role)
 
     def _undrain(self, role: Role) -> Proposal | None:
-        for worker in self._free(self._census.draining):
-            if worker.role is role:
-                self._taken.add(worker.worker_id)
-                return self._propose(Undrain(worker.worker_id), "it was to leave, and is wanted after all")
-        return None
+        worker = next((worker for worker in self._in(State.DRAINING) if worker.role is role), None)
+        if worker is None:
+            return None
+        return self._take(worker, Undrain(worker.worker_id), role, "it was to leave and is wanted after all")
 
     def _flip(self, role: Role) -> Proposal | None:
-        for giver in Role:
-            if giver is role or self._have.of(giver) <= self._sizes.spare.of(giver):
-                continue
-            candidates = [w for w in self._free(self._census.counted) if w.role is giver and w.state is State.READY]
-            if candidates and self._patience.may_flip(giver, role):
-                worker = min(candidates, key=_work)
-                self._taken.add(worker.worker_id)
+        for giver in self._givers(role):
+            worker = self._least_busy(giver, ready_only=True)
+            if worker is not None and worker.shape in self._shapes(role):
                 self._have = self._have.plus(giver, -1)
-                self._patience.flipped(giver, role)
-                return self._propose(Flip(worker.worker_id, role), f"{giver.name.lower()} can spare one")
+                self._patience.gave(giver, role)
+                how = f"{giver.name.lower()} can spare one: {self._sizes.reasons.get(giver, '')}; {role.name.lower()} is short"
+                return self._take(worker, Flip(worker.worker_id, role), role, how)
         return None
 
     def _wake(self, role: Role) -> Proposal | None:
-        for worker in self._free(self._census.standbys):
-            self._taken.add(worker.worker_id)
-            return self._propose(Wake(worker.worker_id, role), "a standby is there")
-        return None
+        shapes = self._shapes(role)
+        worker = next((worker for worker in self._in(State.STANDBY) if worker.shape in shapes), None)
+        if worker is None:
+            return None
+        return self._take(worker, Wake(worker.worker_id, role), role, "a standby has its weights loaded")
 
     def _create(self, role: Role) -> Proposal | None:
-        blueprint, budget = blueprint_of(self._facts, role), self._facts.budget
-        most = bounds_of(budget, role).max_workers
-        if blueprint is None or (most is not None and self._have.of(role) >= most):
+        blueprint = blueprint_of(self._facts, role)
+        if blueprint is None or not self._patience.may_create(role):
             return None
-        if blueprint.num_gpus > self._spare_gpus:
-            return None
-        if budget.max_gpus is not None and self._num_gpus + blueprint.num_gpus > budget.max_gpus:
+        if self._sizes.max_gpus is not None and self._num_gpus + blueprint.num_gpus > self._sizes.max_gpus:
             return None
         self._num_gpus += blueprint.num_gpus
-        self._spare_gpus -= blueprint.num_gpus
-        return self._propose(Create(role, blueprint.shape), "one more is needed")
+        return self._propose(Create(role, blueprint.shape), role, "one more is needed")
+
+    def _make_room(self, role: Role) -> Iterator[Proposal]:
+        """Nobody can flip, and the budget is spent."""
+        blueprint, max_gpus = blueprint_of(self._facts, role), self._sizes.max_gpus
+        if blueprint is None or max_gpus is None or self._num_gpus + blueprint.num_gpus <= max_gpus:
+            return
+        if any(worker.state is State.DRAINING for worker in self._facts.workers):
+            return  # room is being made
+        for giver in self._givers(role):
+            worker = self._least_busy(giver)
+            if worker is not None and worker.shape not in self._shapes(role):
+                self._patience.gave(giver, role)
+                yield self._end(worker, f"makes room for {role.name.lower()} in a budget of {max_gpus} GPUs", False)
+                return
+
+    def _givers(self, taker: Role) -> list[Role]:
+        """Pools that survive the loss of one, the load spread over the rest: `spare` says so."""
+        return [
+            giver
+            for giver in PAIR
+            if giver is not taker
+            and taker in PAIR
+            and self._have.of(giver) > self._sizes.spare.of(giver)
+            and self._patience.may_give(giver, taker)
+        ]
+
+    def _shapes(self, role: Role) -> set[str]:
+        """That workers of the role have, or would have."""
+        blueprint = blueprint_of(self._facts, role)
+        return {worker.shape for worker in self._there.of(role)} | ({blueprint.shape} if blueprint else set())
+
+    # -- 4 -------------------------------------------------------------------------------------------------------------
 
     def _shrink(self) -> Iterator[Proposal]:
-        for role, _ in self._sizes.wanted:
+        for role, wanted in self._sizes.wanted:
             enough = self._patience.enough(role)
-            leaving = [worker for worker in self._census.draining if worker.role is role]
-            if enough is None or leaving or self._have.of(role) <= max(enough, self._sizes.wanted.of(role)):
+            if enough is None or self._have.of(role) <= max(enough, wanted):
                 continue
-            ready = [w for w in self._free(self._census.counted) if w.role is role and w.state is State.READY]
-            if ready:
-                worker = min(ready, key=_work)
-                self._have = self._have.plus(role, -1)
-                yield self._propose(Drain(worker.worker_id), "fewer have been enough for long")
+            if any(worker.role is role for worker in self._there.draining):
+                continue  # one at a time
+            if (worker := self._least_busy(role)) is not None:
+                keep = len(self._there.standbys) < self._max_standbys
+                yield self._end(worker, f"{max(enough, wanted)} were enough for long: {self._why(role)}", keep)
+
+    def _end_standbys(self) -> Iterator[Proposal]:
+        standbys = self._in(State.STANDBY)
+        for worker in standbys[self._max_standbys :]:
+            if self._patience.in_state_s(worker) >= self._standby_s:
+                self._leave(worker)
+                yield Proposal(GiveUp(worker.worker_id), "nobody needed this standby for long")
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _in(self, state: State) -> list[WorkerFacts]:
+        return [worker for worker in self._free.values() if worker.state is state]
+
+    def _least_busy(self, role: Role, *, ready_only: bool = False) -> WorkerFacts | None:
+        """Whoever is not up first: nobody is served there."""
+        states: Sequence[State] = (State.READY,) if ready_only else (*_NOT_UP, State.READY)
+        counted = {worker.worker_id for worker in self._there.counted}
+        workers = [w for w in self._free.values() if w.role is role and w.state in states and w.worker_id in counted]
+        return min(workers, key=lambda worker: (states.index(worker.state), *_busy(worker)), default=None)
+
+    def _end(self, worker: WorkerFacts, why: str, keep_standby: bool) -> Proposal:
+        self._have = self._have.plus(worker.role, -1)
+        if worker.state in _NOT_UP:
+            self._leave(worker)
+            return Proposal(
+                GiveUp(worker.worker_id), f"{worker.worker_id} is not up and not needed: {why}", self._sizes.inputs
+            )
+        del self._free[worker.worker_id]
+        return Proposal(Drain(worker.worker_id, keep_standby), why, self._sizes.inputs)
+
+    def _leave(self, worker: WorkerFacts) -> None:
+        del self._free[worker.worker_id]
+        self._num_gpus -= worker.num_gpus
+
+    def _take(self, worker: WorkerFacts, act: Act, role: Role, how: str) -> Proposal:
+        del self._free[worker.worker_id]
+        return self._propose(act, role, how)
+
+    def _propose(self, act: Act, role: Role, how: str) -> Proposal:
+        return Proposal(act, f"{how}: {self._why(role)}", self._sizes.inputs)
+
+    def _why(self, role: Role) -> str:
+        return self._sizes.reasons.get(role, "")
 
 
-def _work(worker: WorkerFacts) -> tuple[float, str]:
-    """How much would have to end first."""
+def _busy(worker: WorkerFacts) -> tuple[float, str]:
+    """How much would have to end first; unknown comes last."""
     load = worker.load
-    return (math.inf if load is None else load.num_seqs + load.waiting_tokens / 1e3, worker.worker_id)
+    return (
+        (math.inf, worker.worker_id) if load is None else (load.num_seqs + load.waiting_tokens / 1e3, worker.worker_id)
+    )

@@ -12,7 +12,7 @@ worker does both. Sizes are fractions here; rounding up is whose who asks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from baton.request import Role
 from router.controller.autoscaler.facts import Tuning
@@ -40,6 +40,11 @@ class Kind:
     kv_tokens: int  # 0 = not known: no limit
     num_gpus: int = 1
     usd_per_hour: float = 1.0  # of a worker; only proportions count
+    shape: str = ""
+
+    def slower(self, factor: float) -> Kind:
+        """The same with steps that take so many times as long."""
+        return replace(self, terms=Terms(*(factor * value for value in astuple(self.terms))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,8 @@ def step_s(kind: Kind, load: Load, batch: float) -> float:
 
 def decoding(kind: Kind, load: Load) -> Decoding:
     """B* and its step."""
-    most, limit = _most_seqs(kind, load)
-    batches = [_batch_within(kind, load, pace_limit_s(of_class)) for of_class in load.classes]
+    most, limit = most_seqs(kind, load)
+    batches = [batch_within(kind, load, pace_limit_s(of_class)) for of_class in load.classes]
     keepable = [batch for batch in batches if batch >= 1]
     if batches and not keepable:  # no size of the pool helps those targets, so they do not count
         limit = "none keeps its tpot"
@@ -107,6 +112,42 @@ def backlog_busy(kind: Kind, load: Load, waiting_tokens: float) -> float:
     return prompt_s(kind, beyond, pairs) / DRAIN_BACKLOG_S
 
 
+def most_seqs(kind: Kind, load: Load) -> tuple[float, str]:
+    """That a worker may run, whatever its pace, and what ends it: "seqs" or "kv"."""
+    seqs = float(kind.tuning.max_num_seqs)
+    in_kv = KV_SHARE * kind.kv_tokens / load.context_tokens if kind.kv_tokens and load.context_tokens else math.inf
+    return (seqs, "seqs") if seqs <= in_kv else (max(1.0, in_kv), "kv")
+
+
+def batch_within(kind: Kind, load: Load, limit_s: float) -> float:
+    """The batch whose step takes just so long."""
+    memory, compute = _lines(kind, load)
+    return min(_root(limit_s - memory.at_0_s, memory.per_seq_s), _root(limit_s - compute.at_0_s, compute.per_seq_s))
+
+
+def steady_batch(kind: Kind, load: Load, tokens_per_s: float) -> float:
+    """The batch at which a worker makes so many tokens a second: B = tokens_per_s * step_s(B). inf: it never does."""
+    return max(_root(tokens_per_s * line.at_0_s, 1 - tokens_per_s * line.per_seq_s) for line in _lines(kind, load))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A step's time by its batch."""
+
+    at_0_s: float
+    per_seq_s: float
+
+
+def _lines(kind: Kind, load: Load) -> tuple[_Line, _Line]:
+    """Bound by memory, bound by compute: a step takes the longer of the two."""
+    terms, one = kind.terms, _work_per_seq(kind, load)
+    reads_s = terms.s_per_context_token * one.context + terms.s_per_pair * one.pairs
+    return (
+        _Line(terms.fixed_s + terms.weights_s, reads_s),
+        _Line(terms.fixed_s, reads_s + terms.s_per_token * one.tokens),
+    )
+
+
 def _work_per_seq(kind: Kind, load: Load) -> StepWork:
     if kind.role is not Role.BOTH or not load.outputs_per_s:
         return StepWork(1.0, load.context_tokens)
@@ -114,21 +155,8 @@ def _work_per_seq(kind: Kind, load: Load) -> StepWork:
     return StepWork(1.0 + begun * load.lacking_per_s, load.context_tokens, begun * load.pairs_per_s)
 
 
-def _most_seqs(kind: Kind, load: Load) -> tuple[float, str]:
-    seqs = float(kind.tuning.max_num_seqs)
-    in_kv = KV_SHARE * kind.kv_tokens / load.context_tokens if kind.kv_tokens and load.context_tokens else math.inf
-    return (seqs, "seqs") if seqs <= in_kv else (max(1.0, in_kv), "kv")
-
-
-def _batch_within(kind: Kind, load: Load, limit_s: float) -> float:
-    """The batch whose step takes just so long: a step's time is the larger of two lines in it, so the smaller of two roots."""
-    terms, one = kind.terms, _work_per_seq(kind, load)
-    reads_s = terms.s_per_context_token * one.context + terms.s_per_pair * one.pairs
-    room_s = limit_s - terms.fixed_s
-    return min(_root(room_s - terms.weights_s, reads_s), _root(room_s, reads_s + terms.s_per_token * one.tokens))
-
-
-def _root(room_s: float, per_seq_s: float) -> float:
-    if room_s <= 0:
+def _root(room: float, slope: float) -> float:
+    """Where a line from 0 with this slope reaches `room`."""
+    if room <= 0:
         return 0.0
-    return room_s / per_seq_s if per_seq_s > 0 else math.inf
+    return room / slope if slope > 0 else math.inf

@@ -9,8 +9,8 @@ the start-up lead (DESIGN section 9, step 5). A class below priority 0 fills sla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from baton.slo import SLO
 from router.controller.autoscaler.facts import ClassTraffic
@@ -69,19 +69,7 @@ class Load:
 
     def times(self, factor: float) -> Load:
         """The same calls, more or fewer of them."""
-        return Load(
-            tuple(
-                ClassLoad(
-                    load.slo,
-                    load.rate * factor,
-                    load.prompt_tokens,
-                    load.lacking_tokens,
-                    load.pairs,
-                    load.output_tokens,
-                )
-                for load in self.classes
-            )
-        )
+        return Load(tuple(replace(load, rate=load.rate * factor) for load in self.classes))
 
 
 def known(value: float | None, most: float) -> float | None:
@@ -109,7 +97,7 @@ def _load_of(traffic: ClassTraffic, last: ClassLoad | None) -> ClassLoad | None:
     return ClassLoad(traffic.slo, rate, max(1.0, prompt), lacking, pairs, max(1.0, output))
 
 
-def sizing(loads: Sequence[ClassLoad]) -> Load:
-    """Of the classes that workers are kept for."""
-    foreground = tuple(load for load in loads if not load.is_background)
+def sizing(loads: Sequence[ClassLoad], counted: Set[str] = frozenset()) -> Load:
+    """Of the classes that workers are kept for; `counted`: background ones that do not get by on slack."""
+    foreground = tuple(load for load in loads if not load.is_background or load.slo.name in counted)
     return Load(foreground or tuple(loads))

@@ -1,0 +1,79 @@
+"""Where the formulas were wrong: what calls really felt, against what was foreseen. Pure; held in memory.
+
+A pool that should have been enough, that nothing has changed of for SETTLED_S, and whose calls miss their targets all the same
+is slower than its steps say, for whatever reason: bursts, long tails, a slow disk. From then on each of its steps counts STEP
+times as long, up to MOST. That fades so slowly that a size which failed is not tried again within hours. Who is to blame:
+
+    late first tokens   prefill; decode, where its memory is full, since prompts then wait for it
+    late tokens         decode
+    both                whatever is late
+
+Nobody is, where a target cannot be kept by any size: its lone prompt takes too long, or its lone step.
+Likewise a class that fills slack only and misses its targets is counted in for COUNT_FOR_S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from baton.request import Role
+from router.controller.autoscaler.facts import ClassTraffic
+
+SETTLED_S = 60.0  # twice the window in which attainment is measured: all in it came after the last change
+STEP = 1.1  # one worker of ten: less changes no size of common pools
+MOST = 2.0  # what still fails at twice the size fails for another reason
+HALF_LIFE_S = 6 * 3_600.0  # a busy time of day
+COUNT_FOR_S = 3_600.0
+MIN_JUDGED = 20.0  # calls; below it a single one moves attainment by more than percentiles leave
+DOUBTS = 2.0  # standard deviations that misses must be beyond what is allowed
+
+
+class Lessons:
+    """Of one fleet."""
+
+    def __init__(self) -> None:
+        self._factors = dict.fromkeys(Role, 1.0)
+        self._learned_s = dict.fromkeys(Role, -math.inf)
+        self._counted_s: dict[str, float] = {}  # until when, by class
+
+    def factor(self, role: Role, now_s: float) -> float:
+        """How much longer steps of the role seem to take."""
+        since_s = now_s - self._learned_s[role]
+        return 1.0 + (self._factors[role] - 1.0) * math.exp2(-since_s / HALF_LIFE_S)
+
+    def learn(self, role: Role, now_s: float) -> None:
+        """It was not enough."""
+        if now_s - self._learned_s[role] >= SETTLED_S:
+            self._factors[role] = min(MOST, STEP * self.factor(role, now_s))
+            self._learned_s[role] = now_s
+
+    def count(self, class_name: str, now_s: float) -> None:
+        """It does not get by on slack."""
+        self._counted_s[class_name] = now_s + COUNT_FOR_S
+
+    def counted(self, now_s: float) -> frozenset[str]:
+        self._counted_s = {name: until_s for name, until_s in self._counted_s.items() if until_s > now_s}
+        return frozenset(self._counted_s)
+
+
+def too_many(num_missed: float, of_class: ClassTraffic) -> bool:
+    """Whether more calls missed than the percentile allows, and than chance explains."""
+    judged, allowed = of_class.num_judged, 1 - of_class.slo.percentile
+    if not (judged >= MIN_JUDGED and num_missed >= 0):  # NaN fails, too
+        return False
+    return num_missed - allowed * judged > DOUBTS * math.sqrt(max(allowed, 1 / judged) * judged)
+
+
+def blamed(classes: Iterable[ClassTraffic], decode_is_full: bool, roles: Iterable[Role]) -> Mapping[Role, str]:
+    """Roles that calls were too late because of, each with the class that says so. Classes: those whose targets can be kept."""
+    found: dict[Role, str] = {}
+    for of_class in classes:
+        if too_many(of_class.num_missed_ttft, of_class):
+            found.setdefault(Role.DECODE if decode_is_full else Role.PREFILL, of_class.slo.name)
+        if too_many(of_class.num_missed_tpot, of_class):
+            found.setdefault(Role.DECODE, of_class.slo.name)
+    has = set(roles)
+    if Role.BOTH in has and found:
+        found[Role.BOTH] = next(iter(found.values()))
+    return {role: name for role, name in found.items() if role in has}

@@ -1,0 +1,186 @@
+"""The sizes that are wanted. Pure.
+
+    1 what loads keep busy (need.py), slower where lessons say so, is where the search begins
+    2 no pool is wanted below MAX_BUSY of that, nor below what its memory holds already, nor at 0 while anybody calls or waits
+    3 neighbours (search.py) with what calls would meet there (outlook.py)
+
+Three answers: for the load, for a load BAND lower (who is short even then, is short) and BAND higher (what a pool keeps that
+gives a worker away). So a load must move by BAND before what was done is undone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from baton.request import Role
+from router.controller.autoscaler import need
+from router.controller.autoscaler.census import Census
+from router.controller.autoscaler.facts import FleetFacts, State
+from router.controller.autoscaler.layouts import PAIR, Kinds, Layout
+from router.controller.autoscaler.outlook import Evaluator, Scene
+from router.controller.autoscaler.search import Search
+from router.controller.autoscaler.sound import pressure
+from router.controller.autoscaler.traffic import LEAST_RATE, Load, known
+from router.controller.decisions import Input
+
+BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md), and what 30 s of 10 calls/s vary by
+MAX_BUSY = 0.92  # of a pool: however well queues behave on paper, an hour's bursts and long tails need something
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    wanted: Layout
+    short: Layout  # below it a pool takes, up to `wanted`
+    spare: Layout  # above it a pool gives
+    max_gpus: int | None  # of budget and machines
+    reasons: Mapping[Role, str]  # why a pool is wanted as large as it is
+    inputs: Mapping[str, Input]
+
+
+def roles_of(facts: FleetFacts, before: tuple[Role, ...]) -> tuple[Role, ...]:
+    """That the fleet has; `before`: what it had, for a fleet at zero."""
+    pools = facts.budget.pools()
+    has = {worker.role for worker in facts.workers} | {role for role in Role if pools[role.name.lower()].min_workers}
+    roles = has or set(before) or set(facts.blueprints) & set(PAIR) or set(facts.blueprints)
+    if roles & set(PAIR) or not roles:
+        roles = roles | set(PAIR)
+    return tuple(role for role in Role if role in roles)
+
+
+class Sizing:
+    """One look's."""
+
+    def __init__(
+        self, facts: FleetFacts, there: Census, kinds: Kinds, load: Load, roles: tuple[Role, ...], evaluator: Evaluator
+    ) -> None:
+        """`facts`: sound ones. `kinds`: with lessons in their steps."""
+        self._facts = facts
+        self._there = there
+        self._kinds = kinds
+        self._load = load
+        self._roles = roles
+        self._evaluator = evaluator
+        self._pressure = {role: pressure(there.of(role)) for role in roles}
+        self._calls = _calls(facts)
+
+    def sizes(self) -> Sizes:
+        wanted = self._best(1.0)
+        low, high = self._best(1 / BAND), self._best(BAND)
+        return Sizes(
+            wanted=wanted,
+            short=Layout(*(min(low.of(role), num) for role, num in wanted)),
+            spare=Layout(*(max(high.of(role), num) for role, num in wanted)),
+            max_gpus=self._max_gpus(),
+            reasons={role: self._reason(role, wanted.of(role)) for role in self._roles},
+            inputs=self._inputs(wanted),
+        )
+
+    def _best(self, factor: float) -> Layout:
+        load, have = self._load.times(factor), self._there.layout
+        least, start = Layout(), Layout()
+        for role in self._roles:
+            busy = self._busy(role, load)
+            if busy is None:
+                size = self._unmodelled(role)
+                least, start = least.plus(role, size), start.plus(role, size)
+                continue
+            full = _whole(self._held(role) * factor / need.DECODE_BUSY)
+            shared = self._is_mixed  # what workers of both do, the others need not
+            least = least.plus(
+                role, max(int(self._calls and not shared), full, 0 if shared else _whole(busy / MAX_BUSY))
+            )
+            start = start.plus(role, have.of(role) if shared else max(_whole(busy / _target(role)), least.of(role)))
+        scene = Scene(self._kinds, load, self._waiting_tokens())
+        budget = replace(self._facts.budget, max_gpus=self._max_gpus())
+        return Search(self._evaluator, scene, budget, self._roles, least).best(start)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return len(self._roles) == len(Role)
+
+    def _busy(self, role: Role, load: Load) -> float | None:
+        """Workers that would be busy all the time; None: nobody knows how long their steps take."""
+        if not load.classes:
+            return 0.0 if not self._calls else None
+        if role not in self._kinds:
+            return None
+        kind = self._kinds[role]
+        if role is Role.PREFILL:
+            return need.prefill_busy(kind, load) + _target(role) * need.backlog_busy(kind, load, self._waiting_tokens())
+        return need.decode_busy(kind, load)
+
+    def _held(self, role: Role) -> float:
+        """Workers whose memory would be full of what is in it; those that say nothing are as full as the others."""
+        share = self._pressure[role].used_share
+        num = sum(worker.state is State.READY for worker in self._there.of(role))
+        return (share or 0.0) * num if role is not Role.PREFILL else 0.0
+
+    def _unmodelled(self, role: Role) -> int:
+        """Without step times only memory says what is enough: of a pool of prefill workers nothing does."""
+        have = max(1, self._there.layout.of(role))
+        share = self._pressure[role].used_share
+        if role is Role.PREFILL or share is None:
+            return have
+        return max(1, _whole(self._held(role) / need.DECODE_BUSY))
+
+    def _waiting_tokens(self) -> float:
+        """Of prompts: in routers, and in the queues of who computes them."""
+        waiting = float(self._facts.queued_tokens)
+        for role in self._roles:
+            if role is not Role.DECODE:
+                num = sum(worker.state is State.READY for worker in self._there.of(role))
+                waiting += num * (self._pressure[role].waiting_tokens or 0.0)
+        return waiting
+
+    def _max_gpus(self) -> int | None:
+        limits = [self._facts.budget.max_gpus]
+        if self._facts.spare_gpus is not None:
+            limits.append(self._there.num_gpus + max(0, self._facts.spare_gpus))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    # -- for the operator ----------------------------------------------------------------------------------------------
+
+    def _reason(self, role: Role, wanted: int) -> str:
+        name, busy = role.name.lower(), self._busy(role, self._load)
+        if busy is None:
+            return f"{wanted} {name}: how long its steps take is not known yet"
+        have = self._there.layout.of(role)
+        return f"{self._load.rate:.3g} calls/s keep {busy:.2f} {name} workers busy: {wanted} wanted, {have} there or coming"
+
+    def _inputs(self, wanted: Layout) -> dict[str, Input]:
+        load = self._load
+        inputs: dict[str, Input] = {
+            "rate_per_s": load.rate,
+            "prompt_tokens": load.lacking_per_s / load.rate if load.rate else 0.0,
+            "output_tokens": load.outputs_per_s / load.rate if load.rate else 0.0,
+            "waiting_tokens": self._waiting_tokens(),
+            "oldest_queued_s": self._facts.oldest_queued_s,
+            "max_gpus": self._max_gpus(),
+            "num_gpus": self._there.num_gpus,
+        }
+        for role in self._roles:
+            name = role.name.lower()
+            inputs |= {f"{name}_wanted": wanted.of(role), f"{name}_there": self._there.layout.of(role)}
+            if role in self._kinds and load.classes:
+                inputs[f"{name}_busy_workers"] = self._busy(role, load)
+                if role is not Role.PREFILL:
+                    best = need.decoding(self._kinds[role], load)
+                    inputs |= {f"{name}_batch": best.batch, f"{name}_step_ms": 1e3 * best.step_s}
+        return inputs
+
+
+def _calls(facts: FleetFacts) -> bool:
+    """Whether anybody calls, or waits."""
+    rates = [known(rate, math.inf) or 0.0 for traffic in facts.classes for rate in (traffic.rate, traffic.coming_rate)]
+    return facts.queued_tokens > 0 or facts.oldest_queued_s > 0 or max(rates, default=0.0) >= LEAST_RATE
+
+
+def _target(role: Role) -> float:
+    return need.PREFILL_BUSY if role is Role.PREFILL else need.DECODE_BUSY
+
+
+def _whole(workers: float) -> int:
+    """Rounded up, but not for a rounding error."""
+    return math.ceil(workers - 1e-9)
