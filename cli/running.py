@@ -13,7 +13,9 @@ from baton.config import ControllerConfig
 from baton.errors import BatonError, NotFound, Unavailable, error_from_code
 from cli.run_folder import ClusterRecord, RunFolder
 
-_ADMIN_S = 15.0  # a drain waits up to 5 s for the worker
+_ADMIN_S = (
+    30.0  # a drain waits up to 5 s for the worker, a dry run for two simulations (router/controller/planner_process.py)
+)
 
 
 def add_cluster_flag(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +48,8 @@ class RunningCluster:
     def get(self, path: str) -> dict[str, object]:
         return self._call("GET", path, "viewer")
 
-    def post(self, path: str) -> dict[str, object]:
-        return self._call("POST", path, "operator")
+    def post(self, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
+        return self._call("POST", path, "operator", body)
 
     def change(self, method: str, path: str, body: dict[str, object], version: int) -> dict[str, object]:
         """Change what was read at `version`. Raises: BatonError: as _call; another version is in force."""

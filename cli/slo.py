@@ -196,10 +196,11 @@ def _change(change: dict[str, Any]) -> str:
 def _prediction(prediction: dict[str, Any]) -> str:
     if not prediction["available"]:
         return str(prediction["reason"])
-    return "\n".join(
+    found = [
         f"{name}: attainment {value['attainment']:.1%}, between {value['low']:.1%} and {value['high']:.1%}"
         for name, value in prediction["classes"].items()
-    )
+    ]
+    return "\n".join([*found, *(f"{name}: not predicted, {why}" for name, why in prediction["unknown"].items())])
 
 
 def _shown(value: float | int | None) -> str:

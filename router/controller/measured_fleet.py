@@ -6,8 +6,8 @@ would take.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from baton.request import Role
 from router.controller.autoscaler.facts import FleetFacts, State, WorkerFacts
@@ -31,6 +31,23 @@ _ROUNDS = 8  # of a fixed point that settles in three or four
 
 class Unknown(Exception):
     """Why nothing can be said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the controller measures, at one instant."""
+
+    facts: FleetFacts
+    windows: Sequence[ClassWindow]
+    errors: Mapping[Role, float]  # of the step models, relative; a role whose model has not said is left out
+    is_settled: bool  # the classes in force have been so for as long as a window is
+
+    def attained(self, class_name: str) -> tuple[float, float] | None:
+        """Calls that met their targets, and all that were judged; None: too few, or by other targets."""
+        window = next((w for w in self.windows if w.window_s == WINDOW_S and w.class_name == class_name), None)
+        if window is None or not self.is_settled or window.num_judged < MIN_CALLS:
+            return None
+        return window.num_met, window.num_judged
 
 
 def loads(windows: Iterable[ClassWindow]) -> tuple[ClassLoad, ...]:
@@ -69,11 +86,8 @@ def network_s(windows: Iterable[ClassWindow]) -> float:
     return max(0.0, sum(part.network_s for part in parts) / num_calls - _HOPS_S) if num_calls else 0.0
 
 
-def pools(facts: FleetFacts, learned: Mapping[Role, float]) -> tuple[WorkerPool, ...]:
-    """Of the workers that serve. `learned`: each role's step model's error; a role that is not in it has learned nothing yet.
-
-    Raises: Unknown.
-    """
+def pools(facts: FleetFacts) -> tuple[WorkerPool, ...]:
+    """Of the workers that serve. Raises: Unknown: too few do, or nobody knows yet how long their steps take."""
     serving: dict[Role, list[WorkerFacts]] = {}
     for worker in facts.workers:
         if worker.state is State.READY and worker.kv_tokens:
@@ -81,7 +95,7 @@ def pools(facts: FleetFacts, learned: Mapping[Role, float]) -> tuple[WorkerPool,
     if not (Role.BOTH in serving or {Role.PREFILL, Role.DECODE} <= serving.keys()):
         raise Unknown("the fleet cannot serve a call: no prefill and decode worker are ready, nor one that does both")
     for role in serving:
-        if role not in learned or role not in facts.steps:
+        if role not in facts.steps:
             raise Unknown(f"step times of the {role.name.lower()} pool are not learned yet: it has computed too little")
     return tuple(
         WorkerPool(
@@ -130,4 +144,4 @@ def _call_s(load: Sequence[ClassLoad], of: Sequence[WorkerPool]) -> float:
 
 
 def slower(scenario: Scenario, name: str, slowness: float) -> Scenario:
-    return dataclasses.replace(scenario, name=name, slowness=slowness)
+    return replace(scenario, name=name, slowness=slowness)

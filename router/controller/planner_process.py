@@ -24,6 +24,7 @@ from router.controller.what_if import ANSWER, QUESTION, Answer, Question
 log = get_log("controller.planner")
 
 MEMORY_BYTES = 2 << 30  # of address space: numpy reserves some 0.5 GiB, a simulation fills 80 MB (docs/simulator.md)
+START_S = 6.0  # of the process, and for the call under way when its budget ends: 0.7 s where a core is free
 _LOWEST = 19  # as `nice -n 19`
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy is used for tables of a few rows
 _SAID = 300  # characters of what went wrong that are logged
@@ -37,13 +38,17 @@ def is_installed(module: str) -> bool:
 class PlannerProcess:
     """Implements Simulator."""
 
-    def __init__(self, module: str, timeout_s: float) -> None:
+    def __init__(self, module: str) -> None:
         """`module`: dotted name; `python -m` must read a Question and print the Answer."""
         self._module = module
-        self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
         self._running: asyncio.subprocess.Process | None = None
         self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs; None: none does."""
+        return self._running.pid if self._running is not None else None
 
     def close(self) -> None:
         """Kill what runs; whoever waits for it is told, and nothing is started any more."""
@@ -53,13 +58,14 @@ class PlannerProcess:
 
     async def ask(self, question: Question) -> Answer:
         """Raises: Unavailable."""
+        timeout_s = question.budget_s + START_S
         try:
-            async with asyncio.timeout(2 * self._timeout_s), self._turn:  # one that runs, and one's own
-                return await self._run(QUESTION.dump_json(question))
+            async with asyncio.timeout(2 * timeout_s), self._turn:  # one that runs, and one's own
+                return await self._run(QUESTION.dump_json(question), timeout_s)
         except TimeoutError:
-            raise Unavailable("the planner is busy with other questions", retry_after_s=self._timeout_s) from None
+            raise Unavailable("the planner is busy with other questions", retry_after_s=timeout_s) from None
 
-    async def _run(self, question: bytes) -> Answer:
+    async def _run(self, question: bytes, timeout_s: float) -> Answer:
         if self._is_closed:
             raise Unavailable("the controller stops")
         process = self._running = await asyncio.create_subprocess_exec(
@@ -72,11 +78,11 @@ class PlannerProcess:
             env={**os.environ, **_THREADS},
         )
         try:
-            self._confine(process.pid)
-            async with asyncio.timeout(self._timeout_s):
+            _confine(process.pid, timeout_s)
+            async with asyncio.timeout(timeout_s):
                 answer, errors = await process.communicate(question)
         except TimeoutError:
-            raise Unavailable(f"the planner did not answer within {self._timeout_s:g} s") from None
+            raise Unavailable(f"the planner did not answer within {timeout_s:g} s") from None
         finally:
             self._running = None
             if process.returncode is None:
@@ -92,11 +98,12 @@ class PlannerProcess:
             log.error("planner_failed", module=self._module, status=0, reason=str(error)[:_SAID])
             raise Unavailable("the planner's answer cannot be read; the controller's log says why") from None
 
-    def _confine(self, pid: int) -> None:
-        try:
-            os.setpriority(os.PRIO_PROCESS, pid, _LOWEST)
-            resource.prlimit(pid, resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-            cpu_s = 1 + round(self._timeout_s)
-            resource.prlimit(pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
-        except ProcessLookupError:
-            return  # it has ended already, and its status says how
+
+def _confine(pid: int, timeout_s: float) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, _LOWEST)
+        resource.prlimit(pid, resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        cpu_s = 1 + round(timeout_s)
+        resource.prlimit(pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    except ProcessLookupError:
+        return  # it has ended already, and its status says how

@@ -84,9 +84,17 @@ class Run:
     classes: tuple[ClassRun, ...]
 
     @property
+    def num_calls(self) -> int:
+        return sum(one.num_calls for one in self.classes)
+
+    @property
+    def num_met(self) -> int:
+        return sum(one.num_met for one in self.classes)
+
+    @property
     def goodput(self) -> float:
         """Calls a second that met every target."""
-        return sum(one.num_met for one in self.classes) / self.measured_s if self.measured_s else 0.0
+        return self.num_met / self.measured_s if self.measured_s else 0.0
 
     def of(self, class_name: str) -> ClassRun:
         return next((one for one in self.classes if one.class_name == class_name), ClassRun(class_name, 0, 0))

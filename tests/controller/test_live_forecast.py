@@ -1,0 +1,123 @@
+"""What a dry run says: from measurements to a question, from simulated calls to an interval, and when it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.request import Role
+from router.controller.autoscaler.facts import FleetFacts, State
+from router.controller.feasibility import NoForecast, Prediction
+from router.controller.live_forecast import MAX_WIDTH, LiveForecast
+from router.controller.measured_fleet import MIN_CALLS, Measured
+from router.controller.what_if import QUESTION, Answer, Question
+from router.windows import ClassWindow
+from tests.controller.live_rig import BULK, CHAT, ScriptedSimulator, by_scenario, fleet, measured, window, worker
+
+TIGHTER = replace(CHAT, ttft_ms=250.0)
+STEADY = {"now": 950, "after": 900, "slower": 890, "quicker": 910}
+
+
+async def predicted(
+    met: Mapping[str, int], *windows: ClassWindow, facts: FleetFacts | None = None, is_settled: bool = True
+) -> Prediction:
+    seen = measured(facts or fleet(), *windows, is_settled=is_settled)
+    outlook = await LiveForecast(ScriptedSimulator(by_scenario(met)), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+    return outlook.classes["interactive"]
+
+
+async def test_a_prediction_is_moved_by_how_far_the_simulation_is_from_what_routers_measure() -> None:
+    right = await predicted(STEADY, window("interactive", 10.0, met=0.95))
+    assert right.attainment == pytest.approx(0.90, abs=0.005)
+    better = await predicted(STEADY, window("interactive", 10.0, met=0.97))
+    assert better.attainment == pytest.approx(0.94, abs=0.01)  # odds of 19 became 32, so odds of 9 become 15
+    worse = await predicted(STEADY, window("interactive", 10.0, met=0.90))
+    assert worse.attainment == pytest.approx(0.81, abs=0.01)
+
+
+async def test_measurements_under_other_targets_move_nothing() -> None:
+    found = await predicted(STEADY, window("interactive", 10.0, met=0.5), is_settled=False)
+    assert found.attainment == pytest.approx(0.90, abs=0.005)
+
+
+async def test_an_interval_grows_with_what_step_times_may_be_off_by_up_to_ten_points() -> None:
+    seen = window("interactive", 10.0)
+    sure = await predicted(STEADY, seen)
+    unsure = await predicted({**STEADY, "slower": 870, "quicker": 930}, seen)
+    blind = await predicted({**STEADY, "slower": 500, "quicker": 1_000}, seen)
+    widths = [found.high - found.low for found in (sure, unsure, blind)]
+    assert widths == sorted(widths)
+    assert 0.0 < widths[0] < widths[1] < widths[2] == pytest.approx(MAX_WIDTH)
+    assert all(found.low <= found.attainment <= found.high for found in (sure, unsure, blind))
+
+
+async def test_the_question_is_what_was_measured_and_survives_the_way_to_another_process() -> None:
+    simulator = ScriptedSimulator(by_scenario(STEADY))
+    seen = measured(fleet(2, 3, local_prefill_tokens=64), window("interactive", 10.0, prompt=900, cached=0.25))
+    await LiveForecast(simulator, lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+    [question] = simulator.asked
+    assert QUESTION.validate_json(QUESTION.dump_json(question)) == question
+    [load] = question.load
+    assert (load.rate, load.cached_share, sum(load.prompt_lengths)) == (10.0, pytest.approx(0.25), 3_000)
+    assert question.network_s == pytest.approx(0.002)  # 3 ms were measured, and the simulator has hops of its own
+    assert question.length_s > question.warm_up_s > 0
+    now, after, slower, quicker = question.scenarios
+    assert [pool.num_workers for pool in now.pools] == [2, 3]
+    assert (now.classes, after.classes, after.local_prefill_tokens) == ((CHAT,), (TIGHTER,), 64)
+    assert quicker.slowness < 1.0 < slower.slowness
+
+
+async def test_a_class_without_traffic_is_left_out_and_said() -> None:
+    seen = measured(fleet(), window("interactive", 10.0), window("batch", 0.1))
+    simulator = ScriptedSimulator(by_scenario(STEADY))
+    outlook = await LiveForecast(simulator, lambda: seen, 5.0).predict((CHAT,), (TIGHTER, BULK))
+    assert set(outlook.classes) == {"interactive"}
+    assert outlook.unknown == {"batch": f"fewer than {MIN_CALLS} calls in the last 300 s"}
+    assert any("Poisson" in assumption for assumption in outlook.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (measured(fleet()), "too little traffic to say: it takes 60 s"),
+        (measured(fleet(), window("interactive", 10.0, span_s=30.0)), "too little traffic to say: it takes 60 s"),
+        (
+            measured(fleet(), window("interactive", 0.1)),
+            "of no class 50 calls ended in the last 300 s, of one at most 30",
+        ),
+        (measured(fleet(1, 0), window("interactive", 10.0)), "cannot serve a call"),
+        (measured(replace(fleet(), steps={}), window("interactive", 10.0)), "the prefill pool are not learned yet"),
+        (
+            measured(
+                replace(fleet(), workers=(worker("p", Role.PREFILL), worker("d", Role.DECODE, state=State.FAILED))),
+                window("interactive", 10.0),
+            ),
+            "cannot serve a call",
+        ),
+    ],
+)
+async def test_where_nothing_can_be_said_the_reason_is(seen: Measured, words: str) -> None:
+    forecast = LiveForecast(ScriptedSimulator(by_scenario(STEADY)), lambda: seen, 5.0)
+    with pytest.raises(NoForecast, match=words):
+        await forecast.predict((CHAT,), (TIGHTER,))
+
+
+class NoTime:
+    async def ask(self, question: Question) -> Answer:
+        return Answer(())
+
+
+class Away:
+    async def ask(self, question: Question) -> Answer:
+        raise Unavailable("the planner did not answer within 11 s")
+
+
+async def test_a_simulator_that_had_no_time_or_did_not_answer_is_said() -> None:
+    seen = measured(fleet(), window("interactive", 10.0))
+    with pytest.raises(NoForecast, match="too much to simulate within 5 s"):
+        await LiveForecast(NoTime(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+    with pytest.raises(NoForecast, match="did not answer within 11 s"):
+        await LiveForecast(Away(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
