@@ -16,7 +16,7 @@ from router.controller.autoscaler import outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
-from router.controller.autoscaler.layouts import Kinds, Layout, kinds_of
+from router.controller.autoscaler.layouts import Layout, kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
 from router.controller.autoscaler.outlook import Analytic, Evaluator
@@ -64,11 +64,13 @@ class Autoscaler:
         facts = sound(facts)
         there = census(facts, self._patience.in_state_s, DEADLINE_START_UPS * self._times.start_up_s)
         self._roles = roles_of(facts, self._roles)
-        kinds, load = self._believed(facts)
+        loads = loads_of(facts.classes, self._last)
+        self._last.update((load.slo.name, load) for load in loads)
         if self._is_settled(there):
-            self._learn(facts, there, kinds, load)
-            kinds, load = self._believed(facts)
-        sizes = Sizing(facts, there, kinds, load, self._roles, self._evaluator).sizes()
+            self._learn(facts, there, Load(tuple(loads)))
+        load = sizing(loads, self._lessons.counted(self._patience.now_s))
+        lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
+        sizes = Sizing(facts, there, load, self._roles, lessons, self._evaluator).sizes()
         self.wanted = sizes.wanted
         self._patience.wanted(sizes.wanted)
         return self._levers(facts, there, sizes).proposals()
@@ -83,14 +85,6 @@ class Autoscaler:
             standby_s=self._times.shrink_after_s,
         )
 
-    def _believed(self, facts: FleetFacts) -> tuple[Kinds, Load]:
-        """Workers as slow as they seem, and the load that sizes are for."""
-        now_s = self._patience.now_s
-        loads = loads_of(facts.classes, self._last)
-        self._last.update((load.slo.name, load) for load in loads)
-        kinds = {role: kind.slower(self._lessons.factor(role, now_s)) for role, kind in kinds_of(facts).items()}
-        return kinds, sizing(loads, self._lessons.counted(now_s))
-
     def _is_settled(self, there: Census) -> bool:
         """Whether what calls feel now is of these sizes."""
         layout, since_s = self._settled
@@ -104,8 +98,8 @@ class Autoscaler:
             return False
         return self._patience.now_s - since_s >= SETTLED_S
 
-    def _learn(self, facts: FleetFacts, there: Census, kinds: Kinds, load: Load) -> None:
-        now_s = self._patience.now_s
+    def _learn(self, facts: FleetFacts, there: Census, load: Load) -> None:
+        now_s, kinds = self._patience.now_s, kinds_of(facts)
         for of_class in facts.classes:
             num_missed = of_class.num_missed_ttft + of_class.num_missed_tpot
             if of_class.slo.priority < 0 and too_many(num_missed, of_class):

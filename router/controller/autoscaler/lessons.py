@@ -1,8 +1,8 @@
 """Where the formulas were wrong: what calls really felt, against what was foreseen. Pure; held in memory.
 
 A pool that should have been enough, that nothing has changed of for SETTLED_S, and whose calls miss their targets all the same
-is slower than its steps say, for whatever reason: bursts, long tails, a slow disk. From then on each of its steps counts STEP
-times as long, up to MOST. That fades so slowly that a size which failed is not tried again within hours. Who is to blame:
+does less than its steps say, for whatever reason: bursts, long tails, a slow disk. From then on it is STEP times as large as
+steps say, more if need be, up to MOST. That fades so slowly that a size which failed is not tried again within hours. To blame:
 
     late first tokens   prefill; decode, where its memory is full, since prompts then wait for it
     late tokens         decode
@@ -22,6 +22,7 @@ from router.controller.autoscaler.facts import ClassTraffic
 
 SETTLED_S = 60.0  # twice the window in which attainment is measured: all in it came after the last change
 STEP = 1.1  # one worker of ten: less changes no size of common pools
+LEAST = 0.02  # beyond 1; what is left of a lesson after half a day
 MOST = 2.0  # what still fails at twice the size fails for another reason
 HALF_LIFE_S = 6 * 3_600.0  # a busy time of day
 COUNT_FOR_S = 3_600.0
@@ -38,9 +39,10 @@ class Lessons:
         self._counted_s: dict[str, float] = {}  # until when, by class
 
     def factor(self, role: Role, now_s: float) -> float:
-        """How much longer steps of the role seem to take."""
+        """How many times the workers that steps ask for."""
         since_s = now_s - self._learned_s[role]
-        return 1.0 + (self._factors[role] - 1.0) * math.exp2(-since_s / HALF_LIFE_S)
+        more = (self._factors[role] - 1.0) * math.exp2(-since_s / HALF_LIFE_S)
+        return 1.0 + more if more >= LEAST else 1.0
 
     def learn(self, role: Role, now_s: float) -> None:
         """It was not enough."""

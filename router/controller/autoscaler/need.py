@@ -12,7 +12,7 @@ worker does both. Sizes are fractions here; rounding up is whose who asks.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
 from baton.request import Role
 from router.controller.autoscaler.facts import Tuning
@@ -41,10 +41,6 @@ class Kind:
     num_gpus: int = 1
     usd_per_hour: float = 1.0  # of a worker; only proportions count
     shape: str = ""
-
-    def slower(self, factor: float) -> Kind:
-        """The same with steps that take so many times as long."""
-        return replace(self, terms=Terms(*(factor * value for value in astuple(self.terms))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The sizes that are wanted. Pure.
 
-    1 what loads keep busy (need.py), slower where lessons say so, is where the search begins
-    2 no pool is wanted below MAX_BUSY of that, nor below what its memory holds already, nor at 0 while anybody calls or waits
+    1 what loads keep busy (need.py) is where the search begins
+    2 no pool is wanted below MAX_BUSY of that, what lessons add to it (lessons.py), nor below what its memory holds already, nor
+      at 0 while anybody calls or waits
     3 neighbours (search.py) with what calls would meet there (outlook.py)
 
 Three answers: for the load, for a load BAND lower (who is short even then, is short) and BAND higher (what a pool keeps that
@@ -18,7 +19,7 @@ from baton.request import Role
 from router.controller.autoscaler import need
 from router.controller.autoscaler.census import Census
 from router.controller.autoscaler.facts import FleetFacts, State
-from router.controller.autoscaler.layouts import PAIR, Kinds, Layout
+from router.controller.autoscaler.layouts import PAIR, Layout, kinds_of
 from router.controller.autoscaler.outlook import Evaluator, Scene
 from router.controller.autoscaler.search import Search
 from router.controller.autoscaler.sound import pressure
@@ -53,12 +54,19 @@ class Sizing:
     """One look's."""
 
     def __init__(
-        self, facts: FleetFacts, there: Census, kinds: Kinds, load: Load, roles: tuple[Role, ...], evaluator: Evaluator
+        self,
+        facts: FleetFacts,
+        there: Census,
+        load: Load,
+        roles: tuple[Role, ...],
+        lessons: Mapping[Role, float],
+        evaluator: Evaluator,
     ) -> None:
-        """`facts`: sound ones. `kinds`: with lessons in their steps."""
+        """`facts`: sound ones. `lessons`: how many times the workers that steps ask for."""
         self._facts = facts
         self._there = there
-        self._kinds = kinds
+        self._kinds = kinds_of(facts)
+        self._lessons = lessons
         self._load = load
         self._roles = roles
         self._evaluator = evaluator
@@ -87,11 +95,13 @@ class Sizing:
                 least, start = least.plus(role, size), start.plus(role, size)
                 continue
             full = _whole(self._held(role) * factor / need.DECODE_BUSY)
-            shared = self._is_mixed  # what workers of both do, the others need not
-            least = least.plus(
-                role, max(int(self._calls and not shared), full, 0 if shared else _whole(busy / MAX_BUSY))
-            )
-            start = start.plus(role, have.of(role) if shared else max(_whole(busy / _target(role)), least.of(role)))
+            if self._is_mixed:  # what workers of both do, the others need not
+                least, start = least.plus(role, full), start.plus(role, have.of(role))
+                continue
+            size, more = _whole(busy / _target(role)), self._lessons.get(role, 1.0)
+            enough = _whole(size * more) if more > 1 else _whole(busy / MAX_BUSY)
+            least = least.plus(role, max(int(self._calls), full, enough))
+            start = start.plus(role, max(size, least.of(role)))
         scene = Scene(self._kinds, load, self._waiting_tokens())
         budget = replace(self._facts.budget, max_gpus=self._max_gpus())
         return Search(self._evaluator, scene, budget, self._roles, least).best(start)
