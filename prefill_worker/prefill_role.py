@@ -70,7 +70,6 @@ class PrefillRole:
         ports: Ports,
         *,
         block_size: int,
-        step_tokens: int,
         lease_s: float,
         transfer_timeout_s: float,
         max_resends: int,
@@ -81,7 +80,6 @@ class PrefillRole:
             ports, timeout_s=PULL_TIMEOUT_SHARE * transfer_timeout_s, lease_s=lease_s, on_done=self._on_pulled
         )
         self._block_size = block_size
-        self._step_tokens = step_tokens
         self._lease_s = lease_s
         self._transfer_timeout_s = transfer_timeout_s
         self._max_resends = max_resends
@@ -163,7 +161,7 @@ class PrefillRole:
         ]
         now_s = self._ports.now_s()
         for seq in next_to_reserve(
-            self._queue, underway, self._ready_peers, step_tokens=self._step_tokens, now_s=now_s
+            self._queue, underway, self._ready_peers, step_tokens=self._ports.step_tokens, now_s=now_s
         ):
             self._start(self._open[seq], now_s)
 
@@ -567,7 +565,6 @@ def build(ports: Ports, config: WorkerConfig) -> PrefillRole:
     return PrefillRole(
         ports,
         block_size=config.engine.block_size,
-        step_tokens=config.engine.max_num_batched_tokens,
         lease_s=config.kv.lease_s,
         transfer_timeout_s=config.kv.transfer_timeout_s,
         max_resends=config.kv.max_resends,

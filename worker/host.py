@@ -4,7 +4,9 @@ It carries each message to the role that answers for it and nothing more: what h
 (prefill_worker/, decode_worker/), what happens to tensors is in the engine, bytes move in kv_transfer.
 
 Both roles always exist; `role` says which of them take new work. SetRole takes effect at once on an idle worker; on a busy
-one it first drains (new work is refused) and then flips. Draining lets everything that is open run to its end.
+one it first drains (new work is refused) and then flips. Draining lets everything that is open run to its end; a worker that
+has nothing left to end says so (Load.idle). Drained with its weights loaded it is a standby: it costs a heartbeat, and serves
+again with one message.
 
 A defect of a role while it handles what a router or peer sent ends that stream. One in what the engine, the KV plane or the
 clock brought leaves roles and engine out of step: the process ends, and Ray starts a fresh one.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -26,6 +29,7 @@ from baton.request import Request, Role
 from baton.v1 import control_pb2, kv_pb2, worker_pb2
 from baton.wire import PROTOCOL_VERSION, error_to_pb, request_from_pb
 from engine.ports import Engine, EngineLoad, StepResult
+from engine.tuning import Tuning
 from kv_transfer.events import KVEvent, KVLoad, PairLost, PairReady, TransportSettings
 from kv_transfer.failure import FailureReason
 from kv_transfer.pair import PairStatus
@@ -45,6 +49,9 @@ log = get_log("worker.host")
 TICK_S = 0.05  # deadlines and leases are seconds; 20 looks a second cost under 0.1 % of a core
 # How far behind the loop may be before heartbeats it could not read are forgiven.
 STALL_S = 0.5
+CONTROLLER_SEQ = (
+    0  # no sequence has it, since no router has the epoch 0: refusals of what was asked of the worker itself
+)
 # A router may not ask for more patience than that: the lease, for which what it leaves behind is kept anyway
 MAX_HEARTBEAT_S = 5.0
 
@@ -134,7 +141,9 @@ class WorkerHost:
         self._next_role: Role | None = None
         self._flips_at_s = 0.0  # at the earliest: from then on an emulated worker has its next role
         self.draining = False
+        self._busy_s = time.monotonic()  # when something was last open here, or routers were last told of a drain
         self._engine_load = engine.load()
+        self._most = self._engine_load.tuning
         self._cache_report = CacheReport()
         self._on_fatal = on_fatal
         self._thread = EngineThread(engine, loop, self._on_result, on_fatal)
@@ -201,7 +210,9 @@ class WorkerHost:
                 self.parked.expire(now_s)
                 self._flush(step=0)
                 self._flip_if_idle()
-            if not self._is_busy() and not self.sessions.outbox_bytes():
+            if self._is_busy() or self.sessions.outbox_bytes():
+                self._busy_s = now_s
+            else:
                 self._idle.set()
 
     @contextlib.contextmanager
@@ -213,6 +224,10 @@ class WorkerHost:
             self._on_fatal(error)
 
     # --- Ports ---
+
+    @property
+    def step_tokens(self) -> int:
+        return self._engine_load.tuning.max_num_batched_tokens
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -232,6 +247,7 @@ class WorkerHost:
         opened = worker_pb2.Opened()
         opened.CopyFrom(self._identity)
         opened.role = worker_pb2.Role.ValueType(self.role)
+        opened.most.CopyFrom(worker_pb2.Tune(**dataclasses.asdict(self._most)))
         opened.protocol_version = PROTOCOL_VERSION
         opened.load.CopyFrom(self.load())
         opened.links.extend(self.links.statuses())
@@ -261,6 +277,11 @@ class WorkerHost:
             self._set_role(request.set_role.role)
         elif kind == "drain":
             self._set_draining(request.drain.draining)
+        elif kind == "tune":
+            try:
+                self._tune(request.tune)
+            except InvalidRequest as error:
+                session.refused(CONTROLLER_SEQ, error)
         elif kind == "find":
             self._on_find(session, request.find)
         elif kind == "forget":
@@ -339,20 +360,37 @@ class WorkerHost:
             role.on_router_lost(router_epoch)
 
     def adopt_wishes(self, answer: control_pb2.AnnounceResponse) -> None:
-        """Start as the controller last wanted this worker: a restart forgets neither a flip nor a drain."""
+        """Start as the controller last wanted this worker: a restart forgets neither a flip, nor a drain, nor its tuning."""
         self._set_draining(answer.draining)
         if answer.role:
             self._set_role(answer.role)
+        if answer.HasField("tuning"):
+            try:
+                self._tune(answer.tuning)
+            except InvalidRequest as error:  # of a start with other settings
+                log.warning("tuning_refused", field=error.field, reason=error.message)
+
+    def _tune(self, wanted: worker_pb2.Tune) -> None:
+        """Raises: InvalidRequest: it stays as it is."""
+        tuning = Tuning(wanted.max_num_seqs, wanted.max_num_batched_tokens, wanted.chunk_tokens)
+        tuning.check(self._most)
+        self._thread.post(lambda engine, _: engine.tune(tuning))
 
     def _set_draining(self, draining: bool) -> None:
         """Every router hears it at once: what it places meanwhile is refused."""
         if draining is not self.draining:
             self.draining = draining
+            self._busy_s = self.now_s()
             log.info("draining", draining=draining)
             self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
 
     def _is_busy(self) -> bool:
         return any(role.num_open() for role in self._roles)
+
+    def _has_drained(self) -> bool:
+        """Nothing has been open for a heartbeat: what a router had placed before it heard of the drain has come and was
+        answered."""
+        return self.draining and self.now_s() - self._busy_s > self._config.heartbeat_s
 
     def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
         try:
@@ -384,7 +422,10 @@ class WorkerHost:
 
     def _on_result(self, result: StepResult, load: EngineLoad) -> None:
         with self._fatal_if_it_raises():
-            self._engine_load = load
+            before, self._engine_load = self._engine_load, load
+            if load.tuning != before.tuning:
+                log.info("tuned", **dataclasses.asdict(load.tuning))
+                self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
             for role in self._roles:
                 role.on_step(result)
             if result.cache_added or result.cache_removed:
@@ -490,4 +531,9 @@ class WorkerHost:
             session_outbox_bytes=self.sessions.outbox_bytes(),
             link_outbox_bytes=self.links.outbox_bytes(),
             p99_lateness=self._lateness(),
+            max_num_seqs=engine.tuning.max_num_seqs,
+            max_num_batched_tokens=engine.tuning.max_num_batched_tokens,
+            chunk_tokens=engine.tuning.chunk_tokens,
+            next_role=worker_pb2.Role.ValueType(self._next_role or 0),
+            idle=self._has_drained(),
         )

@@ -86,6 +86,11 @@ class Ports(Protocol):
         """Which new work this worker takes. Changes only while nothing is open."""
         ...
 
+    @property
+    def step_tokens(self) -> int:
+        """What the engine computes in one step at most, as it is tuned now."""
+        ...
+
     def now_s(self) -> float: ...
 
     def refusal(self, kind: BatonRole) -> BatonError | None:

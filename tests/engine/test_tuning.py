@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import EngineConfig
@@ -96,6 +96,7 @@ def test_a_preempted_sequence_comes_back_although_max_num_seqs_was_lowered() -> 
     assert beside[0] == (3, True)
 
 
+@settings(deadline=None, max_examples=15)  # an example takes 0.1 s
 @given(
     tunings=st.lists(
         st.builds(lambda seqs, more, chunk: Tuning(seqs, seqs + more, min(chunk, seqs + more)),
@@ -118,6 +119,7 @@ def test_whatever_the_limits_do_meanwhile_every_answer_is_the_same(tunings: list
         assert rig.output(request.seq) == expected(request)[0]
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 64))
 def test_as_many_steps_are_skipped_under_new_limits_as_would_be_made(seqs: int, budget: int) -> None:
     loop = Loop(max_num_seqs=8, max_num_batched_tokens=64, chunk_tokens=32)

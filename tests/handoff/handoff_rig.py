@@ -328,10 +328,10 @@ class RigWorker:
             hello_timeout_s=kv_config.hello_timeout_s + 1.0,
         )
         # The roles.
+        self.step_tokens = config.step_tokens
         self.prefill = PrefillRole(
             self,
             block_size=config.block_size,
-            step_tokens=config.step_tokens,
             lease_s=config.lease_s,
             transfer_timeout_s=config.transfer_timeout_s,
             max_resends=kv_config.max_resends,

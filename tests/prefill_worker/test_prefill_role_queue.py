@@ -20,7 +20,6 @@ def make_role(notes: Notes, max_queued: int = 100) -> PrefillRole:
     role = PrefillRole(
         notes,
         block_size=16,
-        step_tokens=100,
         lease_s=LEASE_S,
         transfer_timeout_s=10.0,
         max_resends=2,

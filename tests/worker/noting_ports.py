@@ -19,6 +19,7 @@ class Notes:
     links_up: bool = True
     epoch: int = 7
     role: Role = Role.PREFILL
+    step_tokens: int = 100
     sent: list[kv_pb2.LinkMessage] = field(default_factory=list)
     ended_: list[worker_pb2.Ended] = field(default_factory=list)
     refused_: list[tuple[int, BatonError]] = field(default_factory=list)
