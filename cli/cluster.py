@@ -144,7 +144,7 @@ class Cluster:
                 failed = [w for w in workers if w["state"] == "failed" and not w["epoch"]]
                 if failed:
                     raise ClusterFailed(str(failed[0]["reason"]))
-                num_ready = sum(w["state"] == "ready" for w in workers)
+                num_ready = sum(w["state"] in ("ready", "standby") for w in workers)
                 shown.note(f"{num_ready} of {len(workers)} ready")
                 if workers and num_ready == len(workers):
                     return

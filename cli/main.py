@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.errors import BatonError
-from cli import chat, demo, drain, keys, mode, model, pd, slo, status, up
+from cli import chat, decisions, demo, drain, keys, mode, model, pd, pool_orders, pools, slo, status, up
 from cli.signals import INTERRUPTED
 from cli.terminal import fail
 
@@ -37,7 +37,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     version = importlib.metadata.version("baton")
     parser.add_argument("--version", action="version", version=f"baton {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (up, chat, status, drain, slo, mode, pd, demo, model, keys):
+    for command in (up, chat, status, pools, pool_orders, drain, slo, mode, decisions, pd, demo, model, keys):
         command.add_parser(commands)
     if words[:1] == ["sim"]:
         from bench.sim.cli import add_parser as add_sim_parser  # numpy, as for bench

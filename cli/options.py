@@ -53,6 +53,9 @@ FLAGS = (
     Flag("--flip-s", "emulation.flip_s", float, "that an emulated worker needs to change its role"),
     Flag("--failure-mean-s", "emulation.failure_mean_s", float, "mean life of an emulated worker; 0 = none dies"),
     Flag("--failure-seed", "emulation.failure_seed", int, "of the emulated deaths"),
+    Flag("--mode", "controller.mode", str, "of the autoscaler: auto, advisory, frozen; see --autoscale"),
+    Flag("--max-gpus", "controller.max_gpus", int, "that all pools together may take; 0 = as the database has it"),
+    Flag("--standby", "controller.standby", int, "workers that are up and wait until they are needed"),
     Flag("--drain-s", "router.drain_s", float, "longest wait for running calls at the end"),
 )
 
@@ -70,6 +73,12 @@ def add_config_flags(parser: argparse.ArgumentParser, *, free_ports: bool = Fals
         group.add_argument(flag.name, type=flag.kind, metavar=_METAVARS[flag.kind], default=None, help=shown)
     group.add_argument(
         "--colocated", action="store_true", help="one worker that does both; no prefill and decode pools"
+    )
+    group.add_argument(
+        "--autoscale",
+        action="store_true",
+        help="--mode auto: workers are flipped, started and ended as traffic asks, within --max-gpus and this machine;"
+        " without it the autoscaler only says what it would do",
     )
     group.add_argument(
         "--ucx",
@@ -114,6 +123,12 @@ def load_config(args: argparse.Namespace) -> Loaded:
         )
     if args.colocated:
         flags |= {path: ("--colocated", size) for path, size in (("prefill", 0), ("decode", 0), ("both", 1))}
+    if args.autoscale:
+        if (asked := args.mode) not in (None, "auto"):
+            raise ConfigError(
+                f"--autoscale is --mode auto: leave out one of it and --mode {asked}", field="controller.mode"
+            )
+        flags["controller.mode"] = ("--autoscale", "auto")
     for name, value in args.ucx:
         flags[f"kv.ucx.{name}"] = (f"--ucx {name}=", value)
     if args.deterministic:

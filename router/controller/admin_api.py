@@ -1,11 +1,11 @@
-"""The admin endpoint: /admin/v1 behind bearer tokens, /healthz and /readyz open. One FastAPI app over a Controller.
+"""The admin endpoint: /admin/v1 behind bearer tokens, /healthz, /readyz and /metrics open. One FastAPI app over a Controller.
 
     viewer      GET
     operator    GET and everything that changes something
 
-The routes are in admin_slo.py, admin_control.py, admin_workers.py and admin_requests.py, the tokens in admin_tokens.py. 422 when
-a value is beyond its limit (the body names field and limit), 400 for what is not JSON. Every error body is {"error": {"code",
-"message", "field"}}. Runs on the controller's event loop.
+The routes are in admin_slo.py, admin_control.py, admin_workers.py, admin_pools.py, admin_goodput.py, admin_pd.py and
+admin_requests.py, the tokens in admin_tokens.py. 422 when a value is beyond its limit (the body names field and limit), 400 for
+what is not JSON. Every error body is {"error": {"code", "message", "field"}}. Runs on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from router.controller import admin_models
 from router.controller.admin_access import Doors, Refusal, stale
 from router.controller.admin_control import control_routes
 from router.controller.admin_goodput import goodput_routes
+from router.controller.admin_pd import pd_routes
+from router.controller.admin_pools import pool_routes
 from router.controller.admin_requests import request_routes
 from router.controller.admin_slo import slo_routes
 from router.controller.admin_tokens import Token
@@ -34,7 +36,10 @@ from router.controller.admin_workers import worker_routes
 from router.controller.controller import Controller
 from router.controller.feasibility import FloorSource, Forecast, emulated_floor
 from router.controller.fleet_state import FAILED, STARTING
+from router.controller.live_control import LiveControl
+from router.controller.pays import Pays
 from router.controller.versioned import StaleVersion
+from router.series import CONTENT_TYPE, Registry
 
 log = get_log("controller.audit")
 
@@ -50,9 +55,11 @@ def make_app(
     *,
     floors: FloorSource | None = None,
     forecast: Forecast | None = None,
+    pays: Pays | None = None,
+    control: LiveControl | None = None,
 ) -> FastAPI:
     """`tokens`: those in force now. `floors`: what targets must be above; None = the timing of emulated GPUs, else what the
-    controller measured."""
+    controller measured. `forecast` and `pays`: None = there is no planner."""
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
     doors = Doors(tokens)
     require_reason = cluster.controller.require_reason
@@ -61,8 +68,12 @@ def make_app(
     app.include_router(slo_routes(controller, doors, floors, forecast, require_reason=require_reason))
     app.include_router(control_routes(controller, doors, cluster.emulation.tp))
     app.include_router(worker_routes(controller, cluster, doors))
+    app.include_router(pool_routes(controller, doors, control))
+    if control is not None:
+        app.include_router(_metrics(control.registry))
     app.include_router(request_routes(controller, doors))
     app.include_router(goodput_routes(controller, doors))
+    app.include_router(pd_routes(pays, doors))
     _answer_errors(app)
     _bound_and_audit(app)
     return app
@@ -77,10 +88,23 @@ def _health(controller: Controller) -> APIRouter:
 
     @api.get("/readyz")
     async def readyz(response: Response) -> dict[str, object]:
-        waiting = [m.worker_id for m in controller.fleet.members() if m.state in (STARTING, FAILED)]
+        members = (
+            m for m in controller.fleet.members() if m.epoch or not m.extra
+        )  # nobody counts on what is only asked for
+        waiting = [m.worker_id for m in members if m.state in (STARTING, FAILED)]
         if waiting:
             response.status_code = 503
         return {"ready": not waiting, "waiting_for": waiting}
+
+    return api
+
+
+def _metrics(registry: Registry) -> APIRouter:
+    api = APIRouter()
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response("".join(registry.lines()), media_type=CONTENT_TYPE)
 
     return api
 

@@ -137,5 +137,31 @@ class SetRole(Strict):
     role: Literal["prefill", "decode", "both"]
 
 
+RoleName = Literal["prefill", "decode", "both"]
+Limits = Annotated[int, Field(ge=1, le=1_000_000)]  # of an engine; the worker knows how much it was started with
+
+
+class ReasonOnly(Strict):
+    reason: Reason = ""
+
+
+class FlipOrder(ReasonOnly):
+    role: RoleName
+
+
+class WakeOrder(ReasonOnly):
+    role: RoleName
+
+
+class ScaleOrder(ReasonOnly):
+    workers: Workers
+
+
+class TuneOrder(ReasonOnly):
+    max_num_seqs: Limits
+    max_num_batched_tokens: Limits
+    chunk_tokens: Limits
+
+
 # Every name that a body may have, for who mistypes one
 FIELDS = sorted({name for kind in Strict.__subclasses__() for name in kind.model_fields})

@@ -1,4 +1,4 @@
-"""/admin/v1/workers, pools and config: who serves, how loaded they are, and orders to single workers."""
+"""/admin/v1/workers and config: who serves, how loaded they are, and orders to single workers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
         ejections = _ejections(controller)
         members = [_member_json(controller, member, ejections) for member in controller.fleet.members()]
         return {"fleet_version": controller.fleet.version, "workers": members}
-
-    @api.get("/pools", dependencies=[view])
-    async def pools() -> dict[str, object]:
-        return {"pools": {role.name.lower(): _pool_json(controller, role) for role in Role}}
 
     @api.get("/config", dependencies=[view])
     async def config() -> dict[str, object]:
@@ -127,17 +123,3 @@ def _kv_json(kv: worker_pb2.KvStatus) -> dict[str, object]:
 def _pair_json(pair: worker_pb2.KvPair) -> dict[str, object]:
     totals = {field.name: getattr(pair, field.name) for field in pair.DESCRIPTOR.fields if field.name != "link"}
     return {**_link_json(pair.link), **totals}
-
-
-def _pool_json(controller: Controller, role: Role) -> dict[str, object]:
-    members = [member for member in controller.fleet.members() if member.role is role]
-    loads = [view.load for member in members if (view := controller.view(member.worker_id))]
-    return {
-        "workers": [member.worker_id for member in members],
-        "num_ready": sum(member.state == "ready" for member in members),
-        "num_running": sum(load.num_running for load in loads),
-        "num_waiting": sum(load.num_waiting for load in loads),
-        "active_blocks": sum(load.active_blocks for load in loads),
-        "reserved_blocks": sum(load.reserved_blocks for load in loads),
-        "free_blocks": sum(load.free_blocks for load in loads),
-    }

@@ -77,7 +77,17 @@ class AutoscaleLoop:
         self._ticked_s = now_s()
         self._leased_s = float("-inf")
         self._standing: set[tuple[str, object]] = set()  # outcomes of the last tick
-        self.metrics = AutoscaleMetrics(registry, controller.fleet, lambda: self._now_s() - self._ticked_s)
+        self.metrics = AutoscaleMetrics(registry, controller.fleet, lambda: self.tick_age_s)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this controller is the one that acts."""
+        return self._lease.is_held
+
+    @property
+    def tick_age_s(self) -> float:
+        """Since the last look at the fleet that came to its end; before it, since the start."""
+        return self._now_s() - self._ticked_s
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -111,7 +121,7 @@ class AutoscaleLoop:
         await self._keep_lease()
         if self._lease.is_held:
             for decision in await self._levers.settle():
-                await self._log(decision)
+                await self.record(decision)
 
     async def _keep_lease(self) -> None:
         now_s = self._now_s()
@@ -138,7 +148,7 @@ class AutoscaleLoop:
         decisions = [await self._decide(proposal) for proposal in proposals]
         standing, self._standing = self._standing, {_outcome(decision) for decision in decisions}
         for decision in decisions:
-            await self._log(decision, is_new=decision.applied or _outcome(decision) not in standing)
+            await self.record(decision, is_new=decision.applied or _outcome(decision) not in standing)
         self._ticked_s = self._now_s()
 
     async def _decide(self, proposal: Proposal) -> Decision:
@@ -156,7 +166,8 @@ class AutoscaleLoop:
             return _not_done(decision, error.message)
         return replace(decision, action=done, applied=True)
 
-    async def _log(self, decision: Decision, *, is_new: bool = True) -> None:
+    async def record(self, decision: Decision, *, is_new: bool = True) -> None:
+        """Count a decision, and write it down unless it stands. Raises: Unavailable."""
         self.metrics.decided(decision.lever, decision.applied)
         if not is_new:
             return

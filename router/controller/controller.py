@@ -201,6 +201,11 @@ class Controller:
         self.fleet.want_local_prefill(max_tokens)
         self._wake()
 
+    def let_go(self, worker_id: str) -> None:
+        """A worker that is away is to be ended, also where it comes back."""
+        self.fleet.want_draining(worker_id, True, AfterDrain.END)
+        self._wake()
+
     def stand_by(self, worker_id: str) -> None:
         """A worker that drained for it is idle: from now on it is a standby."""
         self.fleet.stand_by(worker_id)

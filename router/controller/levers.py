@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import Unavailable
+from baton.errors import InvalidRequest
 from baton.log import get_log
 from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, LocalPrefill, Tune, Undrain, Wake
@@ -30,8 +30,6 @@ from router.controller.pool_scaler import PoolScaler
 from router.controller.settings import Budget
 
 log = get_log("controller.levers")
-
-RETRY_S = 10.0  # a tick: what was refused is looked at again
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +96,29 @@ class Levers:
     async def _drain(self, member: Member, keep_standby: bool, budget: Budget) -> None:
         if member.state == READY:
             self._leaves(member, budget)
+        if keep_standby and member.state == FAILED:
+            raise InvalidRequest(f"{member.worker_id} is away: {member.reason}", field="worker_id")
         if not keep_standby:
             size = await self._scaler.get(member.shape)
             if member.worker_id not in size.victims:
-                raise Unavailable(
-                    f"{member.worker_id} cannot be ended before {', '.join(size.victims)}", retry_after_s=RETRY_S
+                raise InvalidRequest(
+                    f"{member.worker_id} cannot be ended before {', '.join(size.victims)}", field="worker_id"
                 )
+        if member.state == FAILED:
+            self._controller.let_go(member.worker_id)
+            return
         after = AfterDrain.STANDBY if keep_standby else AfterDrain.END
         await self._controller.drain(member.worker_id, True, after)
 
     def _member(self, worker_id: str, *states: str) -> Member:
-        """Raises: NotFound, or Unavailable: it is in another state."""
+        """Raises: NotFound, or InvalidRequest: it is in another state."""
         member = self._controller.fleet.get(worker_id)
         if member.state not in states:
-            raise Unavailable(f"{worker_id} is {member.state}, not {' or '.join(states)}", retry_after_s=RETRY_S)
+            raise InvalidRequest(f"{worker_id} is {member.state}, not {' or '.join(states)}", field="worker_id")
         return member
 
     def _leaves(self, member: Member, budget: Budget) -> None:
-        """Raises: Unavailable: its pool would be smaller than it may be."""
+        """Raises: InvalidRequest: its pool would be smaller than it may be."""
         role = member.role.name.lower()
         least = budget.pools()[role].min_workers
         rest = [
@@ -124,21 +127,17 @@ class Levers:
             if m.role is member.role and m.state in (READY, FAILED, STARTING)
         ]
         if len(rest) - 1 < least:
-            raise Unavailable(f"{role} must keep {least} workers, {len(rest)} are there", retry_after_s=RETRY_S)
+            raise InvalidRequest(f"{role}.min_workers = {least}: {len(rest)} are there", field=f"{role}.min_workers")
 
     def _fits(self, role: Role, budget: Budget) -> None:
-        """Raises: Unavailable: one more worker is beyond the budget."""
+        """Raises: InvalidRequest: one more worker is beyond the budget."""
         members = self._controller.fleet.members()
         num_gpus = (len(members) + 1) * self._gpus_per_worker
         if budget.max_gpus is not None and num_gpus > budget.max_gpus:
-            raise Unavailable(
-                f"max_gpus = {budget.max_gpus}: one more worker makes {num_gpus}",
-                retry_after_s=RETRY_S,
-                field="max_gpus",
-            )
+            raise InvalidRequest(f"max_gpus = {budget.max_gpus}: one more worker makes {num_gpus}", field="max_gpus")
         name, most = role.name.lower(), budget.pools()[role.name.lower()].max_workers
         if most is not None and sum(m.role is role for m in members) >= most:
-            raise Unavailable(f"{name}.max_workers = {most}: so many are there", retry_after_s=RETRY_S, field=name)
+            raise InvalidRequest(f"{name}.max_workers = {most}: so many are there", field=f"{name}.max_workers")
 
     # -- what has to wait --------------------------------------------------------------------------------------------
 
@@ -185,9 +184,9 @@ class Levers:
         return view is not None and view.load.draining and view.load.idle
 
     def _idle(self, member: Member) -> Member:
-        """Raises: Unavailable: calls may be running there."""
+        """Raises: InvalidRequest: calls may be running there."""
         if member.epoch and member.state != STANDBY:
-            raise Unavailable(f"{member.worker_id} is {member.state}: drain it first", retry_after_s=RETRY_S)
+            raise InvalidRequest(f"{member.worker_id} is {member.state}: drain it first", field="worker_id")
         return member
 
     async def _end(self, member: Member) -> None:

@@ -56,16 +56,16 @@ class LiveFacts:
         self._blueprints = {role: self._blueprint(role, shape_of(role)) for role in Role}
         self._since: dict[str, tuple[State, float]] = {}
         self._heard_s = now_s  # when a router last lived
-        self._spare: int | None = None  # workers
+        self.spare_workers: int | None = None  # that fit beside those that are there; None: nobody knows
 
     async def ask_machines(self, scaler: PoolScaler) -> None:
         """Find out how many more workers fit; nobody knows where the platform does not answer."""
         shape = self._blueprints[Role.BOTH].shape
         try:
-            self._spare = (await scaler.get(shape)).spare
+            self.spare_workers = (await scaler.get(shape)).spare
         except BatonError as error:
             log.warning("spare_unknown", reason=error.message)
-            self._spare = None
+            self.spare_workers = None
 
     def facts(self, now_s: float) -> FleetFacts:
         controller, start_up_s = self._controller, self._start_up_s()
@@ -84,7 +84,7 @@ class LiveFacts:
             start_up_s=start_up_s,
             local_prefill_tokens=self._local_prefill_tokens(),
             queued_tokens=sum(report.queued_tokens for report in controller.fresh_reports()),
-            spare_gpus=None if self._spare is None else self._spare * self._num_gpus,
+            spare_gpus=None if self.spare_workers is None else self.spare_workers * self._num_gpus,
             missing_s=now_s - self._heard_s,
         )
 

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -38,21 +37,14 @@ from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
-from router.controller.autoscale_loop import AutoscaleLoop
-from router.controller.autoscaler.autoscaler import Autoscaler
-from router.controller.autoscaler.scaler import Times
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
-from router.controller.database import Database
 from router.controller.fleet_store import FleetStore
-from router.controller.lease import Lease
-from router.controller.levers import Levers, Waits
-from router.controller.live_facts import LiveFacts, gpus_per_worker
-from router.controller.live_times import LiveTimes
+from router.controller.live_control import LiveControl
+from router.controller.live_facts import gpus_per_worker
 from router.controller.ray_fleet import RayFleet, sizes_of
 from router.controller.settings import began
-from router.series import Registry
 
 log = get_log("controller.main")
 
@@ -93,21 +85,20 @@ async def _serve(cluster: ClusterConfig) -> None:
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
     fleet = RayFleet(controller, cluster, control_address)
-    registry = Registry()
-    loop = await asyncio.to_thread(_autoscaler, controller, cluster, fleet, database, registry)
+    live = LiveControl(controller, cluster, fleet, database)
     await control.start()
     listener = _bind_admin(config)
-    app = make_app(controller, cluster, tokens.current)
+    app = make_app(controller, cluster, tokens.current, control=live)
     admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    tasks = [asyncio.create_task(fleet.start_and_revive()), asyncio.create_task(loop.run())]
+    tasks = [asyncio.create_task(fleet.start_and_revive()), asyncio.create_task(live.loop.run())]
     await stop.wait()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await loop.close()
+    await live.loop.close()
     await fleet.stop()
     await controller.close()
     await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out
@@ -126,27 +117,6 @@ def _begin(store: ControlStore, cluster: ClusterConfig) -> None:
         except InvalidRequest as error:
             raise ConfigError(f"controller.max_gpus: {error.message}", field="controller.max_gpus") from error
         store.settings.replace(current.version, asked, "baton", "as configured")
-
-
-def _autoscaler(
-    controller: Controller, cluster: ClusterConfig, fleet: RayFleet, database: Database, registry: Registry
-) -> AutoscaleLoop:
-    """Raises: ConfigError: the database cannot be used."""
-    config = cluster.controller
-    start_up_s = Times().start_up_s * cluster.emulation.time_scale
-    times = Times(config.tick_s, start_up_s, cluster.emulation.flip_s, config.dwell_s, config.shrink_after_s)
-    live_times = LiveTimes(times)
-    facts = LiveFacts(controller, cluster, fleet.shape_of, lambda: live_times.times.start_up_s, time.monotonic())
-    return AutoscaleLoop(
-        controller,
-        Levers(controller, fleet, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s)),
-        facts,
-        fleet,
-        Autoscaler(times),
-        live_times,
-        Lease(database, "autoscaler", secrets.token_hex(8)),
-        registry,
-    )
 
 
 class _AdminServer(uvicorn.Server):

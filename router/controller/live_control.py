@@ -1,0 +1,52 @@
+"""What acts on the fleet of one controller, put together: machines, levers, facts, the loop, operators' orders, metrics."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from baton.config import ClusterConfig
+from router.controller.autoscale_loop import AutoscaleLoop
+from router.controller.autoscaler.autoscaler import Autoscaler
+from router.controller.autoscaler.scaler import Times
+from router.controller.controller import Controller
+from router.controller.database import Database
+from router.controller.lease import Lease
+from router.controller.levers import Levers, Waits
+from router.controller.live_facts import LiveFacts, gpus_per_worker
+from router.controller.live_times import LiveTimes
+from router.controller.pool_orders import PoolOrders
+from router.controller.ray_fleet import RayFleet
+from router.series import Registry
+
+
+class LiveControl:
+    """Create it inside the event loop; it blocks for a transaction on the database, before anything is served."""
+
+    def __init__(self, controller: Controller, cluster: ClusterConfig, machines: RayFleet, database: Database) -> None:
+        """Raises: ConfigError: the database cannot be used."""
+        times = times_of(cluster)
+        self.registry = Registry()
+        self.live_times = LiveTimes(times)
+        self.facts = LiveFacts(
+            controller, cluster, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
+        )
+        levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s))
+        self.loop = AutoscaleLoop(
+            controller,
+            levers,
+            self.facts,
+            machines,
+            Autoscaler(times, max_standbys=cluster.controller.standby),
+            self.live_times,
+            Lease(database, "autoscaler", secrets.token_hex(8)),
+            self.registry,
+        )
+        self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record)
+
+
+def times_of(cluster: ClusterConfig) -> Times:
+    """As configured, until some were measured."""
+    config = cluster.controller
+    start_up_s = Times().start_up_s * cluster.emulation.time_scale
+    return Times(config.tick_s, start_up_s, cluster.emulation.flip_s, config.dwell_s, config.shrink_after_s)
