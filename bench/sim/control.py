@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.request import Role
 from baton.slo import SLO
+from bench.sim.call import Call
 from bench.sim.clock import Event
 from bench.sim.delays import Delay, Delays
 from bench.sim.deployment import Deployment
@@ -287,11 +288,12 @@ def run_controlled(
     bounds: Bounds | None = BOUNDS,
     fast: bool = True,
     learns: bool = True,
+    on_call: Callable[[Call], None] | None = None,
     on_simulation: Callable[[Simulation], None] | None = None,
 ) -> ControlledOutcome:
     """Begin with the deployment's layout and let `scaler` go on from there. `delays`: default: fixed at `times`.
 
-    `on_simulation` is given the simulation before it begins, for acts of one's own.
+    `on_call` is told of every call when it is over, `on_simulation` is given the simulation before it begins, for acts of one's own.
     """
     faults = faults or Faults()
     telemetry = Telemetry(deployment, outages=faults.outages, learns=learns)
@@ -299,7 +301,15 @@ def run_controlled(
         start_up=Delay(times.start_up_s), restart=Delay(times.start_up_s), flip=Delay(times.flip_s)
     )
     simulation = Simulation(
-        deployment, mix, seed=seed, warm_up_s=warm_up_s, bounds=bounds, fast=fast, delays=delays, watcher=telemetry
+        deployment,
+        mix,
+        seed=seed,
+        warm_up_s=warm_up_s,
+        bounds=bounds,
+        fast=fast,
+        delays=delays,
+        on_call=on_call,
+        watcher=telemetry,
     )
     simulation.fleet.faults.num_stuck, simulation.fleet.faults.restarts = faults.num_stuck, faults.restarts
     controller = Controller(simulation, scaler, telemetry, times, budget, machine_gpus=machine_gpus)
