@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.config import EngineConfig
 from baton.request import Request
@@ -108,6 +108,13 @@ class _Run:
     length_s: float = 0.0
 
 
+class _Sums(NamedTuple):
+    """Over the scheduler's sequences; they are asked for much more often than they change."""
+
+    waiting_tokens: int
+    held_tokens: int
+
+
 class SimEngine:
     def __init__(self, shape: EngineShape, listener: Listener, *, fast: bool) -> None:
         """`fast`: many equal steps at once; else one after the other, which is what the other is compared with."""
@@ -130,6 +137,7 @@ class SimEngine:
         self._fast = fast
         self._commands: list[Callable[[], SequenceEnded | None]] = []
         self._run: _Run | None = None
+        self._known_sums: _Sums | None = None  # None: something has changed
         self._is_stepping = False
         self._began_s = 0.0  # the step or run under way
         self._version = 0  # of the event that ends it
@@ -167,13 +175,14 @@ class SimEngine:
         if run is not None and (num_done := self._num_done(run, now_s)):
             last_s = self._tell_run(run, num_done)
             self.scheduler.skip(num_done, ANSWER_TOKEN)
-        self._run = None
+        self._run = self._known_sums = None
         return last_s
 
     # Steps
 
     def _begin(self, now_s: float) -> list[Event]:
         """At the end of a step, or out of idleness."""
+        self._known_sums = None
         ended = [over for command in self._commands if (over := command()) is not None]
         self._commands.clear()
         assert not ended, "an answer that ends with its first token is not handed over"
@@ -198,6 +207,7 @@ class SimEngine:
     def _end_step(self, plan: Plan, batch: Batch, begin_s: float, now_s: float) -> Iterable[Event]:
         if self.is_halted:
             return ()
+        self._known_sums = None
         self._work.add(batch, now_s - begin_s)
         outcomes = [_SAMPLE if chunk.sample else None for chunk in plan.chunks]
         result = self.scheduler.commit(plan, outcomes, self._work.num_steps, now_s)
@@ -241,7 +251,7 @@ class SimEngine:
         run = self._run
         if version != self._version or run is None:
             return ()
-        self._run = None
+        self._run = self._known_sums = None
         self._tell_run(run, run.num_steps)
         ended = self.scheduler.skip(run.num_steps, ANSWER_TOKEN)
         return self._after(StepResult(self._work.num_steps, ended=ended), now_s)
@@ -284,13 +294,19 @@ class SimEngine:
 
     @property
     def waiting_tokens(self) -> int:
-        """As of the end of the last step."""
-        return self.scheduler.waiting_tokens
+        """As of the end of the last step, or of the last command since."""
+        return self._sums.waiting_tokens
 
     @property
     def held_tokens(self) -> int:
         """Of every sequence that owns blocks; likewise."""
-        return self.scheduler.num_held_tokens
+        return self._sums.held_tokens
+
+    @property
+    def _sums(self) -> _Sums:
+        if self._known_sums is None:
+            self._known_sums = _Sums(self.scheduler.waiting_tokens, self.scheduler.num_held_tokens)
+        return self._known_sums
 
 
 def _batch(plan: Plan) -> Batch:

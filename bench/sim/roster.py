@@ -7,6 +7,7 @@ was at the end of its last step. Rows are placement's; a worker that left is in 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,7 @@ _NO_PULLS = 1e-9  # bytes/s: KV does not flow back in the simulator, so no route
 
 
 class Known:
-    """One worker, as the router knows it."""
+    """One worker, as the router knows it. What changes with every call goes into its row only when placement looks."""
 
     def __init__(self, worker: SimWorker, table: WorkerTable) -> None:
         shape = worker.engine.shape
@@ -33,59 +34,68 @@ class Known:
         self.takes_calls = True
         self.row = table.add()
         self.root = PrefixRoot(shape.fingerprint, "auto", shape.config.block_size)
-        self.ledger = Ledger(self._write)
+        self.ledger = Ledger(self._on_change)
         self.follow: WorkerPrefixes | None = None  # its cache, where it has one
         self.generation = 0
         self._table = table
-        self._has_left = False
+        self._is_changed = True
+        self._used_tokens = 0  # reported
+        self._fact = self._snapshot({}, 0.0)
 
     def put(self, links: dict[str, LinkView], token_bytes: float) -> None:
         """Write what changes rarely."""
-        last_chosen = int(self._table.last_chosen[self.row]) if self.is_listed else 0
-        self._table.put(self.row, self._snapshot(links, token_bytes, last_chosen))
-        self._write()
-
-    @property
-    def is_listed(self) -> bool:
-        return self._table.facts[self.row] is not None
+        is_listed = self._table.facts[self.row] is not None
+        last_chosen = int(self._table.last_chosen[self.row]) if is_listed else 0
+        self._fact = self._snapshot(links, token_bytes)
+        self._table.put(self.row, replace(self._fact, last_chosen=last_chosen))
+        self._is_changed = True
 
     def leave(self) -> None:
-        self._has_left = True
         self._table.clear(self.row)
         self._table.free(self.row)
 
     def report(self, now_s: float) -> None:
         worker = self.worker
-        self.ledger.report(worker.waiting_tokens(), worker.used_tokens(now_s), worker.num_running)
+        self._used_tokens = worker.used_tokens(now_s)
+        self.ledger.report(worker.waiting_tokens(), self._used_tokens, worker.num_running)
 
-    def load(self, now_s: float) -> WorkerLoad:
-        table, row, worker = self._table, self.row, self.worker
+    def load(self) -> WorkerLoad:
+        ledger, worker, fact = self.ledger, self.worker, self._fact
         return WorkerLoad(
             worker_id=worker.worker_id,
             prefills=worker.role is not Role.DECODE,
             decodes=worker.role is not Role.PREFILL,
-            tokens_per_s=float(table.prefill_tokens_per_s[row]),
-            waiting_tokens=int(table.waiting_tokens[row]),
-            num_seqs=int(table.num_running[row]),
-            step_s=float(table.step_s[row]),
+            tokens_per_s=fact.prefill_tokens_per_s,
+            waiting_tokens=ledger.waiting_tokens,
+            num_seqs=ledger.num_running,
+            step_s=self.step_s,
             max_seqs=worker.tuning.max_num_seqs,
-            kv_tokens=worker.engine.shape.pool_tokens,
-            used_tokens=worker.used_tokens(now_s),
-            step_s_per_seq=float(table.step_s_per_seq[row]),
-            step_s_per_token=float(table.step_s_per_token[row]),
+            kv_tokens=fact.pool_tokens,
+            used_tokens=self._used_tokens,
+            step_s_per_seq=fact.step_s_per_seq,
+            step_s_per_token=fact.step_s_per_token,
         )
 
-    def _write(self) -> None:
-        """What changes with every call."""
-        if self._has_left:
+    @property
+    def step_s(self) -> float:
+        """Of one at this load."""
+        ledger, step_time = self.ledger, self.worker.engine.shape.step_time
+        return step_time.decode_steps_s(max(1, ledger.num_running), ledger.used_tokens, 1)
+
+    def write(self) -> None:
+        """What changes with every call, where it has."""
+        if not self._is_changed:
             return
+        self._is_changed = False
         ledger, table, row = self.ledger, self._table, self.row
         table.waiting_tokens[row], table.used_tokens[row] = ledger.waiting_tokens, ledger.used_tokens
         table.num_running[row] = ledger.num_running
-        step_time = self.worker.engine.shape.step_time
-        table.step_s[row] = step_time.decode_steps_s(max(1, ledger.num_running), ledger.used_tokens, 1)
+        table.step_s[row] = self.step_s
 
-    def _snapshot(self, links: dict[str, LinkView], token_bytes: float, last_chosen: int) -> WorkerSnapshot:
+    def _on_change(self) -> None:
+        self._is_changed = True
+
+    def _snapshot(self, links: dict[str, LinkView], token_bytes: float) -> WorkerSnapshot:
         worker, shape = self.worker, self.worker.engine.shape
         step_time, budget = shape.step_time, worker.tuning.max_num_batched_tokens
         one_s = step_time.decode_steps_s(1, 0, 1)
@@ -96,7 +106,6 @@ class Known:
             "ready" if self.takes_calls else "draining",
             shape.fingerprint,
             pool_tokens=shape.pool_tokens,
-            last_chosen=last_chosen,
             root=self.root,
             token_bytes=round(token_bytes),
             step_s_per_seq=step_time.decode_steps_s(2, 0, 1) - one_s,
@@ -111,7 +120,7 @@ class Roster:
     """All workers that the router may name."""
 
     def __init__(self, *, token_bytes: float, caches: bool) -> None:
-        self.table = WorkerTable()
+        self._table = WorkerTable()
         self._known: dict[str, Known] = {}
         self._token_bytes = token_bytes
         self._caches = caches
@@ -126,7 +135,7 @@ class Roster:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def join(self, worker: SimWorker) -> None:
-        known = self._known[worker.worker_id] = Known(worker, self.table)
+        known = self._known[worker.worker_id] = Known(worker, self._table)
         if self._caches:
             known.follow = self._prefixes.follow(known.row, known.root, 1 << 30)
             self._expected.forget(known.row)
@@ -166,8 +175,8 @@ class Roster:
                 known.generation += 1
                 known.follow.apply(known.generation, *cache.take_delta(), reset=False)
 
-    def loads(self, now_s: float) -> Iterator[WorkerLoad]:
-        return (known.load(now_s) for known in self._known.values() if known.takes_calls)
+    def loads(self) -> Iterator[WorkerLoad]:
+        return (known.load() for known in self._known.values() if known.takes_calls)
 
     # -- placement's view ------------------------------------------------------------------------------------------------
 
@@ -175,19 +184,24 @@ class Roster:
     def roots(self) -> Collection[PrefixRoot]:
         return {known.root for known in self._known.values()}
 
-    def find_cached(self, hashes: Hashes) -> None:
-        """Write how much of a prompt each worker caches."""
-        if not self._caches:
-            return
-        num_rows = len(self.table)
+    def table_for(self, hashes: Hashes) -> WorkerTable:
+        """As things are now, and with what each worker caches of this prompt."""
+        for known in self._known.values():
+            known.write()
+        if self._caches:
+            self._find_cached(hashes)
+        return self._table
+
+    def _find_cached(self, hashes: Hashes) -> None:
+        num_rows = len(self._table)
         blocks = self._prefixes.leading(hashes, num_rows)
         np.maximum(blocks, self._expected.leading(hashes, num_rows), out=blocks)
-        np.multiply(blocks, self.table.block_size, out=self.table.cached_tokens)
+        np.multiply(blocks, self._table.block_size, out=self._table.cached_tokens)
 
     def note(self, choice: Choice, hashes: Hashes) -> None:
         """It is taken."""
         self._num_choices += 1
-        self.table.last_chosen[[choice.prefill_row, choice.decode_row]] = self._num_choices
+        self._table.last_chosen[[choice.prefill_row, choice.decode_row]] = self._num_choices
         if self._caches:
             self._expected.add(choice.prefill_row, hashes, self._known[choice.prefill].root)
 

@@ -179,7 +179,7 @@ class SimRouter:
             return
         self._next_look_s = now_s + OBSERVE_S
         self.roster.take_reports(now_s)
-        self.admission.observe(self.roster.loads(now_s), now_s)
+        self.admission.observe(self.roster.loads(), now_s)
 
     # -- placement ---------------------------------------------------------------------------------------------------
 
@@ -193,8 +193,7 @@ class SimRouter:
     def _submit(self, call: Call, request: Request, now_s: float) -> list[Event]:
         self.roster.take_reports(now_s)
         demand = self._demand(call, request)
-        self.roster.find_cached(demand.hashes)
-        outlook = look(self.roster.table, demand)
+        outlook = look(self.roster.table_for(demand.hashes), demand)
         choice = choose(outlook, local_prefill_tokens=self.local_prefill_tokens)
         if not isinstance(choice, Choice):
             return self._wait_for_place(_Homeless(call, request), now_s)
