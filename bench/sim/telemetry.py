@@ -75,6 +75,11 @@ class Telemetry:
         self._heard_s = 0.0
         self._heard: dict[tuple[str, int], _Heard] = {}  # by worker_id and epoch
 
+    @property
+    def measures(self) -> Measures:
+        """What the controller knows of traffic and steps."""
+        return self._measures
+
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def on_arrival(self, call: Call, now_s: float) -> None:
