@@ -295,7 +295,7 @@ class WorkerView(_message.Message):
     worker_id: _builtins.str
     epoch: _builtins.int
     state: _builtins.str
-    """connecting | ready | draining | flipping | ejected"""
+    """connecting | ready | draining | standby | flipping | ejected"""
     reason: _builtins.str
     """of ejected"""
     @_builtins.property
