@@ -100,6 +100,8 @@ class ControlClient:
                         told = False
                         self._fleet.apply(state.workers)
                         self._slo_watch.apply(state.slo)
+                        is_told = state.HasField("local_prefill_tokens")
+                        self._fleet.limit_local_prefill(state.local_prefill_tokens if is_told else None)
                         self._ask(state.explain)
             except grpc.aio.AioRpcError as error:
                 if not told:

@@ -47,6 +47,7 @@ SETTLE_S = 0.02  # between two at least: each looks at every worker, and names a
 UNHURRIED_WORKERS = 250
 MAX_IDLE_BEATS = 4.0  # 2 s: what a worker without calls says of its load is as old as that
 SETTLE_SHARE = 0.1  # of the loop's time at most, while a thousand workers come and go
+AWAY = ("draining", "standby")  # states in which the controller wants a worker to take no call
 RESTART_S = 9.0  # kill -9 of an actor -> answering again; measured: DESIGN section 10
 
 
@@ -77,7 +78,9 @@ class Endpoint:
 
     def __init__(self, address: str, worker_id: str, role: Role, health: Health, fleet: Fleet) -> None:
         self.health = health  # outlives the Endpoint where the worker comes back at another address
-        self.told_draining = False  # by the controller, before the worker says so itself
+        self.told_away = (
+            ""  # draining | standby, by the controller, before the worker says so itself; "" = it is to serve
+        )
         self.shape = ""  # of its hardware, as the controller says
         self.rates = Rates()  # of the Session under way
         self.opened: worker_pb2.Opened | None = None  # the last one; survives the loss of the Session
@@ -94,7 +97,7 @@ class Endpoint:
         )
         self._fleet = fleet
         self._role = role  # the last one known
-        self.last_standing: tuple[int, Role, str, bool] | None = None  # that the fleet has settled, or is about to
+        self.last_standing: tuple[int, Role, str, str] | None = None  # that the fleet has settled, or is about to
         self._peers = Peers()
         self._idle_step_s = 0.0  # a step's length without what sequences and their KV add to it
         self._links: tuple[object, dict[str, LinkView]] = (None, {})  # as they came, and as placement reads them
@@ -114,17 +117,18 @@ class Endpoint:
         return self._role
 
     @property
-    def standing(self) -> tuple[int, Role, str, bool]:
+    def standing(self) -> tuple[int, Role, str, str]:
         """What other workers, and the judgement of its pool, depend on."""
-        return self.session.epoch, self._role, self.session.state, self.told_draining
+        return self.session.epoch, self._role, self.session.state, self.told_away
 
     @property
     def state(self) -> str:
+        """connecting | ready | draining | standby | flipping | ejected."""
         state = self.session.state
+        if self.told_away and state in ("ready", "draining"):
+            return self.told_away
         if state != "ready":
             return state
-        if self.told_draining:
-            return "draining"
         return "ready" if self.health.takes_calls(self.num_inflight, time.monotonic()) else "ejected"
 
     @property
@@ -297,7 +301,8 @@ class Fleet:
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
         self.expected = ExpectedPrefixes(MAX_WORKERS)
         self.explanations = Explanations()
-        self._local_prefill_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
+        self._configured_local_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
+        self._told_local_tokens: int | None = None  # by the controller; None = it leaves that to the configuration
         self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
         self._by_row: dict[int, Endpoint] = {}
         self._peers: dict[tuple[str, str], Peers] = {}  # by fingerprint and shape
@@ -340,7 +345,7 @@ class Fleet:
             if worker_id not in self._endpoints:
                 role = Role(record.role or Role.BOTH)
                 self._open(worker_id, worker_id, record.address, role, known.get(worker_id))
-            self._endpoints[worker_id].told_draining = record.state == "draining"
+            self._endpoints[worker_id].told_away = record.state if record.state in AWAY else ""
             self._endpoints[worker_id].shape = record.shape
         self._expect([record for record in records if not record.address])
         self._on_change()
@@ -481,7 +486,7 @@ class Fleet:
 
     def _pools(self) -> list[list[Endpoint]]:
         """Who may take calls, by what they can do; a `both` worker is in two."""
-        able = [e for e in self.endpoints if e.session.state == "ready" and not e.told_draining]
+        able = [e for e in self.endpoints if e.session.state == "ready" and not e.told_away]
         return [[e for e in able if e.role in (role, Role.BOTH)] for role in (Role.PREFILL, Role.DECODE)]
 
     def peers_like(self, fingerprint: str, shape: str) -> Peers:
@@ -560,14 +565,26 @@ class Fleet:
                 return found
             await self._wait_for_change(found.reason, found.hopeless and self.known, until_s)
 
+    @property
+    def local_prefill_tokens(self) -> int:
+        """Prompts that lack at most so many tokens may be prefilled where they decode: see router/placement.py."""
+        return self._configured_local_tokens if self._told_local_tokens is None else self._told_local_tokens
+
+    def limit_local_prefill(self, max_tokens: int | None) -> None:
+        """Take the controller's limit from the next placement on; None = the configured one."""
+        if max_tokens != self._told_local_tokens:
+            log.info("local_prefill_tokens", told=max_tokens, configured=self._configured_local_tokens)
+            self._told_local_tokens = max_tokens
+
     def find_place(self, demand: Demand, avoid: frozenset[str], prefer: str = "") -> Placed | NoPlace:
         """Choose workers that could take the sequence now, and count them as chosen."""
         outlook = self._look(demand, avoid)
-        found = choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid, prefer=prefer)
+        local_tokens = self.local_prefill_tokens
+        found = choose(outlook, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
         made = plan(found, outlook) if isinstance(found, Choice) else None
         told = None
         if demand.explain or (demand.request_id and self.explanations.has_room(time.monotonic())):
-            told = explain(outlook, found, made, Rules(self._local_prefill_tokens, avoid, prefer))
+            told = explain(outlook, found, made, Rules(local_tokens, avoid, prefer))
             self.explanations.add(told)
         if isinstance(found, NoPlace):
             return found
@@ -578,7 +595,7 @@ class Fleet:
         """What a call could get now: the place that it would be given, its `ttft_s` and `tpot_s`. Takes nothing."""
         avoid |= self._demoted
         outlook = self._look(demand, avoid)
-        return choose(outlook, local_prefill_tokens=self._local_prefill_tokens, avoid=avoid)
+        return choose(outlook, local_prefill_tokens=self.local_prefill_tokens, avoid=avoid)
 
     @property
     def table(self) -> WorkerTable:

@@ -13,7 +13,7 @@ from baton.slo import Verdict
 from router.admission_metrics import AdmissionMetrics
 from router.fleet import Fleet
 from router.goodput import TTFTSplit
-from router.series import Counter, CounterChild, Histogram, HistogramChild, Registry
+from router.series import Counter, CounterChild, Gauge, Histogram, HistogramChild, Registry
 from router.worker_gauges import WorkerGauges
 
 # Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
@@ -107,6 +107,12 @@ class RouterMetrics:
             "kv_transfer_exposed_seconds", "End of prefill to Ack: what the handoff adds.", "transport"
         )
         self.registry.add(WorkerGauges(fleet))
+        Gauge(
+            "baton_local_prefill_tokens",
+            "Prompts that lack at most so many tokens may be prefilled where they decode; 0 = none.",
+            lambda: fleet.local_prefill_tokens,
+            self.registry,
+        )
         self._of_class: dict[str, _ClassSeries] = {}
 
     def _histogram(self, name: str, text: str, label: str = "slo_class") -> Histogram:

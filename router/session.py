@@ -151,9 +151,11 @@ class WorkerSession:
 
     @property
     def state(self) -> str:
-        """connecting | ready | draining, as a router may use it."""
+        """connecting | ready | draining | flipping, as a router may use it: calls go to ready ones only."""
         if self.view is None:
             return "connecting"
+        if self.view.load.next_role:
+            return "flipping"
         return "draining" if self.view.load.draining else "ready"
 
     @property
@@ -399,8 +401,8 @@ class WorkerSession:
         if self.view is None:
             return
         _make_plain(load)
-        changed = load.role != self.view.load.role or load.draining != self.view.load.draining
-        self.view.load = load
+        before, self.view.load = self.view.load, load
+        changed = load.role != before.role or load.draining != before.draining or load.next_role != before.next_role
         self._note_load(load)
         if changed:
             self._on_change()

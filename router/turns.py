@@ -256,7 +256,7 @@ def worker_loads(fleet: Fleet) -> Iterable[WorkerLoad]:
             waiting_tokens=int(table.waiting_tokens[row]),
             num_seqs=int(table.num_running[row]),
             step_s=float(table.step_s[row]),
-            max_seqs=opened.max_num_seqs,
+            max_seqs=load.max_num_seqs or opened.max_num_seqs,
             kv_tokens=opened.num_blocks * opened.block_size,
             used_tokens=(load.active_blocks + load.reserved_blocks) * opened.block_size,
             step_s_per_seq=float(table.step_s_per_seq[row]),

@@ -107,6 +107,16 @@ _ROWS = (
         lambda _, load: {"": load.p99_lateness},
     ),
     _Row(
+        "engine_limit",
+        "Limits of the worker's engine as it is tuned: sequences, tokens of a step, tokens of a prefill chunk.",
+        lambda _, load: {
+            "max_num_seqs": load.max_num_seqs,
+            "max_num_batched_tokens": load.max_num_batched_tokens,
+            "chunk_tokens": load.chunk_tokens,
+        },
+        "limit",
+    ),
+    _Row(
         "outbox_bytes",
         "What the worker wrote and its routers, or peers, have not read.",
         lambda _, load: {"router": load.session_outbox_bytes, "peer": load.link_outbox_bytes},

@@ -45,7 +45,7 @@ class WorkerSnapshot:
     worker_id: str
     epoch: int
     role: Role
-    state: str  # connecting | ready | draining | ejected
+    state: str  # connecting | ready | draining | standby | flipping | ejected
     fingerprint: str = ""
     pool_tokens: int = 0  # what all of its KV blocks hold
     waiting_tokens: int = 0  # prompt tokens not yet computed
