@@ -57,6 +57,7 @@ class _Line(Generic[T]):
     """One tenant's calls in one band."""
 
     flow: _Flow
+    rank: float  # `served` in its place in the band's heap; other entries of its name are of lines that went
     calls: OrderedDict[int, T] = field(default_factory=OrderedDict)  # by id()
     tokens: float = 0.0
 
@@ -79,10 +80,11 @@ class _Band(Generic[T]):
         while True:
             served, name = self.ranks[0]
             line = self.lines.get(name)
-            if line is None:
+            if line is None or served != line.rank:
                 heapq.heappop(self.ranks)
             elif served != line.flow.served:
-                heapq.heapreplace(self.ranks, (line.flow.served, name))
+                line.rank = line.flow.served
+                heapq.heapreplace(self.ranks, (line.rank, name))
             else:
                 return next(iter(line.calls.values()))
 
@@ -126,7 +128,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
         line = band.lines.get(call.tenant.name)
         if line is None:
-            line = band.lines[call.tenant.name] = _Line(flow)
+            line = band.lines[call.tenant.name] = _Line(flow, flow.served)
             heapq.heappush(band.ranks, (flow.served, call.tenant.name))
         line.calls[id(call)] = band.by_age[id(call)] = call
         line.tokens += call.tokens
@@ -152,6 +154,7 @@ class FairQueue(Generic[T]):
         if not band.by_age:
             self._order.remove(call.band)
             band.tokens = 0.0  # rounding errors end here
+            band.ranks.clear()
         if not self._num_waiting:
             self.tokens = self.weight = 0.0
         return True

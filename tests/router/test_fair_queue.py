@@ -75,6 +75,19 @@ def test_a_tenant_that_overdrew_does_not_come_back_as_a_new_one() -> None:
     assert [serve(queue).tenant.name for _ in range(20)] == ["b"] * 20
 
 
+def test_a_tenant_that_comes_and_goes_costs_no_more_each_time() -> None:
+    queue: FairQueue[Waiting] = FairQueue()
+    for _ in range(200):  # the queue empties each time
+        queue.push(call(A))
+        serve(queue)
+    queue.push(call(B))
+    queue.charge(B, 1e9)
+    for _ in range(200):  # somebody else stays, who has had so much that A comes first
+        queue.push(call(A))
+        assert serve(queue).tenant is A
+    assert sum(len(band.ranks) for band in queue._bands.values()) <= 3
+
+
 def test_calls_of_one_tenant_leave_in_the_order_of_their_arrival() -> None:
     queue: FairQueue[Waiting] = FairQueue()
     calls = [call(A, tokens) for tokens in (5_000, 1, 300)]
