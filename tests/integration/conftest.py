@@ -31,8 +31,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_model_len=4096)
 
 
-def serve(*flags: str) -> Iterator[ClusterUnderTest]:
-    cluster = ClusterUnderTest(*flags).start()
+def serve(*flags: str, home: Path | None = None) -> Iterator[ClusterUnderTest]:
+    """One cluster while it is wanted, which has to end in order."""
+    cluster = ClusterUnderTest(*flags, home=home).start()
     try:
         yield cluster
     finally:
