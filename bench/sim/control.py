@@ -293,7 +293,8 @@ def run_controlled(
 ) -> ControlledOutcome:
     """Begin with the deployment's layout and let `scaler` go on from there. `delays`: default: fixed at `times`.
 
-    `on_call` is told of every call when it is over, `on_simulation` is given the simulation before it begins, for acts of one's own.
+    `on_call` is told of every call when it is over; `on_simulation` is given the simulation before it begins, for acts of one's
+    own.
     """
     faults = faults or Faults()
     telemetry = Telemetry(deployment, outages=faults.outages, learns=learns)
