@@ -30,6 +30,7 @@ __all__ = ["Autoscaler", "Scaler", "Times"]
 
 HOLD_AFTER_S = 15.0  # without a word of any router: three reports were missed (router/controller/observer.py, FRESH_S)
 DEADLINE_START_UPS = 3.0  # what takes three times as long as a start takes will not come
+SMOOTHING = 0.2  # per tick: about a minute, an answer's life
 FULL = 0.9  # of decode's memory: as router/placement.py, HEADROOM
 
 
@@ -48,6 +49,7 @@ class Autoscaler:
         self._lessons = Lessons()
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
         self._roles: tuple[Role, ...] = ()
+        self._context_tokens: float | None = None
         self._settled: tuple[Layout, float] = (Layout(), 0.0)  # what is ready, and since when
 
     def measured(self, times: Times) -> None:
@@ -68,7 +70,7 @@ class Autoscaler:
         self._last.update((load.slo.name, load) for load in loads)
         if self._is_settled(there):
             self._learn(facts, there, Load(tuple(loads)))
-        load = sizing(loads, self._lessons.counted(self._patience.now_s))
+        load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
         lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
         sizes = Sizing(facts, there, load, self._roles, lessons, self._evaluator).sizes()
         self.wanted = sizes.wanted
@@ -84,6 +86,14 @@ class Autoscaler:
             max_standbys=self._max_standbys,
             standby_s=self._times.shrink_after_s,
         )
+
+    def _context(self, there: Census) -> float | None:
+        """Tokens of a sequence that decodes, smoothed; None: none has been seen yet."""
+        says = pressure([*there.of(Role.DECODE), *there.of(Role.BOTH)]).context_tokens
+        if says is not None:
+            before = says if self._context_tokens is None else self._context_tokens
+            self._context_tokens = before + SMOOTHING * (says - before)
+        return self._context_tokens
 
     def _is_settled(self, there: Census) -> bool:
         """Whether what calls feel now is of these sizes."""

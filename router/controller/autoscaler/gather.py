@@ -1,8 +1,8 @@
 """The autoscaler's facts, from what routers and workers say. Pure; the controller and the simulator make them with this.
 
-Classes: the short window says what is, the long one steadies it: a mean over calls is of both together, the short one's calls
-counted whole and the rest as if there were PRIOR_CALLS of them. So a change of the mix shows within seconds where there are
-many calls, and a single long prompt is no change. Attainment is the short window's alone.
+Classes: rates and lengths are the long window's, unless the short one's differ by more than chance explains: then they are
+those. So a change of the mix shows within seconds where it is one, and a few long prompts in a row are none. A forecast counts
+once some of its kind have come true. Attainment is the short window's.
 Steps: only models that have learned count, since the roofline they begin with may be of other GPUs; who knows the workers'
 step times (simulator, emulator) gives Terms.
 """
@@ -22,12 +22,13 @@ from router.controller.measures import ClassForecast
 from router.controller.observer import FleetView
 from router.controller.settings import Budget
 from router.controller.step_model import MIN_SAMPLES, StepModel, Terms
-from router.ring import LONG_S, SHORT_S
+from router.ring import BUCKET_S, LONG_S, SHORT_S
 from router.windows import BUCKETS_PER_DOUBLING, ClassWindow
 
-PRIOR_CALLS = (
-    20.0  # lengths vary by as much as their mean (azure, mooncake): the mean of so many calls is off by a quarter
-)
+# Standard deviations by which a short window must be off before it counts: not at all at the first, wholly at the second. A
+# day has 8,640 ticks, so 3 happen by chance every hour or two, and 4 once in days.
+CHANCE, CHANGE = 3.0, 4.0
+LEAST_SPREAD = 0.01  # of lengths that are all in one bucket: they differ by up to 40 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,12 @@ def load_of(load: worker_pb2.Load, at_s: float, block_tokens: int) -> WorkerLoad
 
 
 def _coming_rate(forecast: ClassForecast, start_up_s: float) -> float | None:
-    """At the shortest lead that a start-up fits into, else at the longest there is; None: nobody foresees anything."""
+    """At the shortest lead that a start-up fits into, else at the longest there is; None: nobody knows how good it is."""
     leads = sorted(forecast.forecasts, key=lambda of_lead: of_lead.lead_s)
     if not leads:
-        return forecast.rate
-    return next((of_lead for of_lead in leads if of_lead.lead_s >= start_up_s), leads[-1]).rate
+        return None
+    told = next((of_lead for of_lead in leads if of_lead.lead_s >= start_up_s), leads[-1])
+    return told.rate if told.error is not None else None
 
 
 def _traffic(
@@ -128,16 +130,17 @@ def _traffic(
     """Windows are None where the class had no call of late, or no router lives."""
     none = ClassWindow(slo.name, SHORT_S, SHORT_S)
     now, lately = short or none, long or none
-    prompt = _mean(now.prompt_tokens, now.num_prompts, lately.prompt_tokens, lately.num_prompts)
-    cached = _mean(now.cached_tokens, now.num_prompts, lately.cached_tokens, lately.num_prompts)
+    prompts = _Mean(now.prompt_tokens, now.num_prompts, lately.prompt_tokens, lately.num_prompts, lately.prompt_lengths)
+    outputs = _Mean(now.output_tokens, now.num_outputs, lately.output_tokens, lately.num_outputs, lately.output_lengths)
+    cached = _Mean(now.cached_tokens, now.num_prompts, lately.cached_tokens, lately.num_prompts, lately.prompt_lengths)
     return ClassTraffic(
         slo=slo,
-        rate=now.per_s(now.num_arrived) if heard else None,
+        rate=_rate(now, lately) if heard else None,
         coming_rate=coming_rate,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        prompt_pairs=_pairs(prompt, cached, lately.prompt_lengths),
-        output_tokens=_mean(now.output_tokens, now.num_outputs, lately.output_tokens, lately.num_outputs),
+        prompt_tokens=prompts.value,
+        cached_tokens=cached.value,
+        prompt_pairs=_pairs(prompts.value, cached.value, prompts.spread),
+        output_tokens=outputs.value,
         num_judged=now.num_judged,
         num_missed_ttft=now.num_missed_ttft,
         num_missed_tpot=now.num_missed_tpot + now.num_missed_itl,
@@ -145,27 +148,56 @@ def _traffic(
     )
 
 
-def _mean(total: float, count: float, lately_total: float, lately_count: float) -> float | None:
-    """Over calls; None: there were none."""
-    if not lately_count:
-        return total / count if count else None
-    return (total + PRIOR_CALLS * lately_total / lately_count) / (count + PRIOR_CALLS)
+def _rate(now: ClassWindow, lately: ClassWindow) -> float:
+    """Calls a second."""
+    short, long = now.per_s(now.num_arrived), lately.per_s(lately.num_arrived)
+    return _unless_changed(long, short, math.sqrt(long / max(now.span_s, BUCKET_S)))  # Poisson
 
 
-def _pairs(prompt: float | None, cached: float | None, lengths: Sequence[float]) -> float | None:
-    """Of what is not cached: those of the whole prompt less those of its cached beginning. Prompts vary, and pairs go by the
-    square, so the histogram says how much more than a mean prompt's there are."""
+def _unless_changed(long: float, short: float, deviation: float) -> float:
+    """`deviation`: the short window's standard one, if nothing has changed."""
+    if not deviation:
+        return short
+    doubt = (abs(short - long) / deviation - CHANCE) / (CHANGE - CHANCE)
+    return long + min(1.0, max(0.0, doubt)) * (short - long)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """Of something over calls."""
+
+    total: float  # over the short window
+    count: float
+    lately_total: float  # over the long one, which holds the short one, too
+    lately_count: float
+    lengths: tuple[float, ...]  # counts by bucket over the long window: how much calls differ
+
+    @property
+    def value(self) -> float | None:
+        """None: there were no calls."""
+        if not self.lately_count:
+            return self.total / self.count if self.count else None
+        long = self.lately_total / self.lately_count
+        if not self.count:
+            return long
+        short = self.total / self.count
+        return _unless_changed(long, short, long * math.sqrt(max(self.spread - 1.0, LEAST_SPREAD) / self.count))
+
+    @property
+    def spread(self) -> float:
+        """The mean of squares over the square of the mean; 1 = all alike."""
+        middles = [math.exp2((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(self.lengths))]
+        count = sum(self.lengths)
+        if not count:
+            return 1.0
+        mean = sum(num * middle for num, middle in zip(self.lengths, middles, strict=True)) / count
+        squares = sum(num * middle**2 for num, middle in zip(self.lengths, middles, strict=True)) / count
+        return squares / mean**2
+
+
+def _pairs(prompt: float | None, cached: float | None, spread: float) -> float | None:
+    """Of what is not cached: those of the whole prompt less those of its cached beginning. They go by the square, so there are
+    more than a mean prompt's."""
     if prompt is None or cached is None:
         return None
-    return _spread(lengths) * (prompt**2 - min(cached, prompt) ** 2) / 2
-
-
-def _spread(lengths: Sequence[float]) -> float:
-    """The mean of squares over the square of the mean; 1 = all alike."""
-    middles = [math.exp2((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(lengths))]
-    count = sum(lengths)
-    if not count:
-        return 1.0
-    mean = sum(num * middle for num, middle in zip(lengths, middles, strict=True)) / count
-    squares = sum(num * middle**2 for num, middle in zip(lengths, middles, strict=True)) / count
-    return squares / mean**2
+    return spread * (prompt**2 - min(cached, prompt) ** 2) / 2

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.request import Role
@@ -94,7 +94,7 @@ def _carries(num: int, role: Role, kinds: Kinds, load: Load) -> float:
 
 def _first_token(scene: Scene, role: Role, num: int, load: Load, of_class: ClassLoad, waiting_tokens: float) -> float:
     kind = scene.kinds[role]
-    before = Load(tuple(other for other in load.classes if other.slo.priority >= of_class.slo.priority))
+    before = replace(load, classes=tuple(c for c in load.classes if c.slo.priority >= of_class.slo.priority))
     slowdown = _slowdown(kind, load, num) if role is Role.BOTH else 1.0
     busy = slowdown * (need.prefill_busy(kind, before) + need.backlog_busy(kind, load, waiting_tokens))
     own_s = slowdown * _alone_s(kind, of_class)

@@ -52,6 +52,9 @@ class Patience:
         if math.isfinite(clock_s):
             if self._clock_s is not None:
                 self.now_s += min(max(0.0, clock_s - self._clock_s), MAX_STEP_TICKS * self._times.tick_s)
+            else:  # of what was before nobody knows: as if everybody had just come
+                for pool in self._pools.values():
+                    pool.took_s = self.now_s
             self._clock_s = clock_s
         before, self._states = self._states, {}
         for worker in workers:

@@ -122,10 +122,15 @@ class Sizing:
         return need.decode_busy(kind, load)
 
     def _held(self, role: Role) -> float:
-        """Workers whose memory would be full of what is in it; those that say nothing are as full as the others."""
-        share = self._pressure[role].used_share
-        num = sum(worker.state is State.READY for worker in self._there.of(role))
-        return (share or 0.0) * num if role is not Role.PREFILL else 0.0
+        """Workers whose memory or batch would be full of what runs now; those that say nothing are as full as the others. It is
+        more than are busy where answers' lengths are told too short, since the long ones have not ended yet."""
+        if role is Role.PREFILL:
+            return 0.0
+        says = self._pressure[role]
+        share = says.used_share or 0.0
+        if role in self._kinds and self._load.classes:
+            share = max(share, (says.num_seqs or 0.0) / need.decoding(self._kinds[role], self._load).batch)
+        return share * sum(worker.state is State.READY for worker in self._there.of(role))
 
     def _unmodelled(self, role: Role) -> int:
         """Without step times only memory says what is enough: of a pool of prefill workers nothing does."""

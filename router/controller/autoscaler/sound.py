@@ -14,6 +14,7 @@ from router.controller.autoscaler.facts import FleetFacts, State, WorkerFacts, W
 from router.controller.step_model import Terms
 
 FRESH_LOAD_S = 30.0  # workers report after each step and each 0.5 s; ticks are 10 s
+MIN_SEQS = 8  # of a pool, whose mean context says something
 CLOCK_SLACK_S = 1.0  # by which two clocks of one host may differ
 
 
@@ -21,9 +22,10 @@ CLOCK_SLACK_S = 1.0  # by which two clocks of one host may differ
 class Pressure:
     """What the ready workers of a pool say, on average. None: none of them says anything to be believed."""
 
-    used_share: float | None  # of KV
-    waiting_tokens: float | None
-    num_seqs: float | None
+    used_share: float | None = None  # of KV
+    waiting_tokens: float | None = None
+    num_seqs: float | None = None
+    context_tokens: float | None = None  # of a sequence
 
 
 def sound(facts: FleetFacts) -> FleetFacts:
@@ -46,12 +48,13 @@ def pressure(workers: Iterable[WorkerFacts]) -> Pressure:
     """Of sound workers of one pool."""
     loads = [(worker, worker.load) for worker in workers if worker.load is not None]
     if not loads:
-        return Pressure(None, None, None)
+        return Pressure()
     with_kv = [(worker.kv_tokens, load.used_tokens) for worker, load in loads if worker.kv_tokens > 0]
     return Pressure(
         used_share=sum(used / kv for kv, used in with_kv) / len(with_kv) if with_kv else None,
         waiting_tokens=sum(load.waiting_tokens for _, load in loads) / len(loads),
-        num_seqs=sum(load.num_seqs for _, load in loads) / len(loads),
+        num_seqs=(num_seqs := sum(load.num_seqs for _, load in loads)) / len(loads),
+        context_tokens=sum(load.used_tokens for _, load in loads) / num_seqs if num_seqs >= MIN_SEQS else None,
     )
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from baton.slo import SLO
 from router.controller.autoscaler.facts import ClassTraffic
+from router.ring import SHORT_S
 
 LEAST_RATE = 1e-3  # calls a second: one in a quarter of an hour; a forecast that fades never reaches 0
 MAX_RATE = 1e6  # as router/controller/arrivals.py
+DOUBTS = 2.0  # standard deviations: once in 44 windows by chance
 MAX_TOKENS = 1e7  # of a call: as router/controller/step_model.py
 
 
@@ -41,6 +43,7 @@ class Load:
     """Of several classes together; means are over calls."""
 
     classes: tuple[ClassLoad, ...]
+    measured_context: float | None = None  # tokens of a sequence that decodes, seen where they run
 
     @property
     def rate(self) -> float:
@@ -60,7 +63,10 @@ class Load:
 
     @property
     def context_tokens(self) -> float:
-        """Of a sequence while it decodes, on average over tokens: half its answer is there."""
+        """Of a sequence while it decodes, on average over tokens. If nobody has looked: its prompt and half its answer, as if
+        long prompts had answers like short ones."""
+        if self.measured_context is not None:
+            return self.measured_context
         outputs = self.outputs_per_s
         tokens = sum(
             load.rate * load.output_tokens * (load.prompt_tokens + load.output_tokens / 2) for load in self.classes
@@ -69,7 +75,7 @@ class Load:
 
     def times(self, factor: float) -> Load:
         """The same calls, more or fewer of them."""
-        return Load(tuple(replace(load, rate=load.rate * factor) for load in self.classes))
+        return replace(self, classes=tuple(replace(load, rate=load.rate * factor) for load in self.classes))
 
 
 def known(value: float | None, most: float) -> float | None:
@@ -84,8 +90,7 @@ def loads_of(classes: Iterable[ClassTraffic], last: Mapping[str, ClassLoad]) -> 
 
 
 def _load_of(traffic: ClassTraffic, last: ClassLoad | None) -> ClassLoad | None:
-    rates = [rate for rate in (known(traffic.rate, MAX_RATE), known(traffic.coming_rate, MAX_RATE)) if rate is not None]
-    rate = max(rates, default=0.0)
+    rate = _rate(known(traffic.rate, MAX_RATE), known(traffic.coming_rate, MAX_RATE))
     prompt = known(traffic.prompt_tokens, MAX_TOKENS) or (last.prompt_tokens if last else None)
     output = known(traffic.output_tokens, MAX_TOKENS) or (last.output_tokens if last else None)
     if rate < LEAST_RATE or prompt is None or output is None:
@@ -97,7 +102,14 @@ def _load_of(traffic: ClassTraffic, last: ClassLoad | None) -> ClassLoad | None:
     return ClassLoad(traffic.slo, rate, max(1.0, prompt), lacking, pairs, max(1.0, output))
 
 
-def sizing(loads: Sequence[ClassLoad], counted: Set[str] = frozenset()) -> Load:
+def _rate(now: float | None, coming: float | None) -> float:
+    """Where there is a forecast, which has been smoothed, now's counts as far as chance does not explain it (Poisson)."""
+    if now is None or coming is None:
+        return now or coming or 0.0
+    return max(coming, now - DOUBTS * math.sqrt(now / SHORT_S))
+
+
+def sizing(loads: Sequence[ClassLoad], counted: Set[str] = frozenset(), measured_context: float | None = None) -> Load:
     """Of the classes that workers are kept for; `counted`: background ones that do not get by on slack."""
     foreground = tuple(load for load in loads if not load.is_background or load.slo.name in counted)
-    return Load(foreground or tuple(loads))
+    return Load(foreground or tuple(loads), measured_context)

@@ -52,7 +52,7 @@ def window(window_s: float, calls: int, prompt: int, cached: int = 0, output: in
 
 
 def told(*windows: ClassWindow, rate: float = 10.0) -> FleetFacts:
-    leads = tuple(Forecast(lead_s, rate * times, 0, 1, "last", None, None) for lead_s, times in ((60.0, 2), (300.0, 3)))
+    leads = tuple(Forecast(lead_s, rate * times, 0, 1, "last", 0.1, None) for lead_s, times in ((60.0, 2), (300.0, 3)))
     return gather(
         100.0,
         view=FleetView(1, windows, (), (), 0.0) if windows else NOTHING,
@@ -77,12 +77,11 @@ def test_a_class_is_told_from_its_windows_and_the_forecast_at_the_start_up_lead(
 
 
 def test_many_calls_show_a_change_at_once_and_a_few_do_not() -> None:
-    [many] = told(window(30.0, 300, 9_000), window(300.0, 3_000, 1_000)).classes
-    [few] = told(window(30.0, 4, 9_000), window(300.0, 40, 1_000)).classes
-    assert many.prompt_tokens is not None
-    assert few.prompt_tokens is not None
-    assert many.prompt_tokens > 8_000
-    assert few.prompt_tokens < 2_500
+    varied = replace(window(300.0, 1_000, 1_000), prompt_lengths=lengths(*[100] * 900, *[9_100] * 100))
+    [many] = told(window(30.0, 100, 3_000), varied).classes
+    [few] = told(window(30.0, 4, 3_000), varied).classes
+    assert many.prompt_tokens == 3_000  # 7 standard deviations away
+    assert few.prompt_tokens == 1_000  # 1.5
 
 
 def test_prompts_that_vary_have_more_pairs_than_their_mean_says() -> None:
@@ -115,7 +114,7 @@ def test_a_start_up_longer_than_every_lead_gets_the_longest() -> None:
     facts = gather(
         0.0,
         view=NOTHING,
-        forecasts=[ClassForecast(CHAT.name, 1.0, (Forecast(60.0, 5.0, 0, 9, "last", None, None),))],
+        forecasts=[ClassForecast(CHAT.name, 1.0, (Forecast(60.0, 5.0, 0, 9, "last", 0.1, None),))],
         classes=[CHAT],
         steps={},
         workers=(),
