@@ -30,7 +30,7 @@ from router.holds import Hold
 from router.placement import Choice, Demand, choose, look
 from router.prefix_index import hash_prompt
 from router.tenants import OPEN
-from router.turns import OBSERVE_S, PUMP_S
+from router.turns import PUMP_S
 
 TIMEOUT_S = 600.0  # of a call: the front end's default deadline
 # Clients name a max_tokens well above what they get; bench/overload_fleet.py assumes as much.
@@ -77,6 +77,8 @@ class SimRouter:
     ) -> None:
         """`bounds`: None = every call is let in at once. A call beyond `most_tokens` is refused, whoever is away."""
         self.admission = Admission(bounds) if bounds is not None else None
+        # Half of the window and of that, as PUMP_S and OBSERVE_S are of the default one
+        self._pump_s = bounds.window_s / 2 if bounds is not None else PUMP_S
         self.roster = Roster(token_bytes=token_bytes, caches=caches)
         self.local_prefill_tokens = local_prefill_tokens
         self._caches = caches
@@ -167,7 +169,7 @@ class SimRouter:
         events = [event for turn in released for event in self._begin(self._calls[id(turn)], now_s)]
         if self.admission.has_news and not self._is_pumping:
             self._is_pumping = True
-            events.append(Event(now_s + PUMP_S, self._on_timer))
+            events.append(Event(now_s + self._pump_s, self._on_timer))
         return events
 
     def _on_timer(self, now_s: float) -> list[Event]:
@@ -177,7 +179,7 @@ class SimRouter:
     def _look(self, now_s: float) -> None:
         if now_s < self._next_look_s or self.admission is None:
             return
-        self._next_look_s = now_s + OBSERVE_S
+        self._next_look_s = now_s + self._pump_s / 2
         self.roster.take_reports(now_s)
         self.admission.observe(self.roster.loads(), now_s)
 
