@@ -246,13 +246,14 @@ class Scheduler:
         """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`, which stops
         nothing."""
         ended, tokens, size = [], [token] * num_steps, self._block_size
-        for sequence in list(self._running):
+        for sequence in self._running:  # as in a step: everybody has its blocks before anybody gives some back
             sequence.num_computed += num_steps  # of output alone: no prompt token is among them
             sequence.token_ids += tokens
             sequence.output_ids += tokens
             lacking = -(-sequence.num_computed // size) - len(sequence.blocks)
             if lacking > 0:
                 sequence.blocks += self._pool.allocate(lacking, Hold.ACTIVE)
+        for sequence in list(self._running):
             self._cache.publish(sequence)
             if not self._stops.num_tokens_left(sequence):
                 ended.append(self._end(sequence, FinishReason.LENGTH))

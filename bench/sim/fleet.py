@@ -166,8 +166,8 @@ class Fleet:
 
     def kill(self, worker_id: str, now_s: float) -> list[Event]:
         """Its process dies, whatever it is doing. With `faults.restarts` somebody brings it back."""
-        member = self.members[worker_id]
-        if member.worker is None or member.worker.is_dead:
+        member = self._find(worker_id, *State)
+        if member.worker is None:
             raise Refused(f"{worker_id} is not up")
         noticed_s = now_s + self._delays.detect.draw(self._rng)
         back_s = max(noticed_s, now_s + self._delays.restart.draw(self._rng))

@@ -12,6 +12,7 @@ docs/simulator.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -204,7 +205,9 @@ class SimRouter:
         prefill, decode = self.roster[choice.prefill], self.roster[choice.decode]
         holds = self._holds(choice, made.lacking_tokens, len(request.token_ids))
         call.attempt, before = Attempt(call, request, made, prefill, decode, holds), call.attempt
-        prefill.open[request.seq] = decode.open[request.seq] = call.attempt
+        prefill.open[request.seq] = call.attempt
+        if not call.attempt.ends_on_prefill:
+            decode.open[request.seq] = call.attempt
         if call.turn is not None:
             call.turn.worker = choice.prefill
         if before is None:
@@ -223,7 +226,7 @@ class SimRouter:
         num_tokens, slo = len(request.token_ids), call.slo
         hashes = hash_prompt(request.token_ids, b"", self.roster.roots) if self._caches else {}
         num_left = request.num_tokens_left
-        return Demand(num_tokens, num_tokens + num_left, hashes, ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms)
+        return Demand(num_tokens, num_tokens + num_left, hashes, ttft_ms=slo.ttft_ms, tpot_ms=slo.pace_ms)
 
     # -- workers that come and go ------------------------------------------------------------------------------------
 
@@ -286,8 +289,9 @@ def _turn(call: Call) -> Turn:
         since_s=row.at_s,
         slo_class=slo.name,
         ttft_s=slo.ttft_ms / 1e3,
-        tpot_s=slo.tpot_ms / 1e3,
-        class_tpot_s=slo.tpot_ms / 1e3,
+        tpot_s=slo.pace_ms / 1e3,
+        class_tpot_s=slo.pace_ms / 1e3,
+        e2e_s=slo.e2e_ms / 1e3 if slo.e2e_ms is not None else math.inf,
         deadline_s=row.at_s + TIMEOUT_S,
         num_seqs=1,
         prompt_tokens=row.input_tokens,

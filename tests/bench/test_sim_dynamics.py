@@ -224,7 +224,7 @@ class Acts:
 
     def _act(self, run: Run, number: int, now_s: float) -> Iterable[Event]:
         rng, fleet = random.Random(f"{self.seed}/{number}"), run.fleet
-        worker_id, role = rng.choice(sorted(fleet.members)), rng.choice(list(Role))
+        worker_id, role = rng.choice([*sorted(fleet.members), "nobody"]), rng.choice(list(Role))
         acts: dict[str, Callable[[], Iterable[Event]]] = {
             "create": lambda: fleet.create(role, now_s),
             "drain": lambda: fleet.drain(worker_id, now_s, keep_standby=rng.random() < 0.5),
@@ -237,7 +237,7 @@ class Acts:
             "local": lambda: self._local(run, rng),
             "slo": lambda: self._slo(run, rng),
         }
-        name = rng.choice(["create", "drain", "drain", "flip", "flip", "kill", "tune", "tune", *acts])
+        name = rng.choice(["create", "drain", "drain", "wake", "flip", "flip", "kill", "tune", "tune", *acts])
         try:
             events = [*acts[name]()]
         except Refused as refused:
