@@ -32,7 +32,6 @@ from router.controller.lease import LEASE_S, Lease
 from router.controller.levers import Levers, describe, lever_of
 from router.controller.live_facts import LiveFacts
 from router.controller.live_times import LiveTimes
-from router.controller.pool_scaler import PoolScaler
 from router.controller.settings import ControlSettings, Mode
 from router.series import Registry
 
@@ -59,21 +58,21 @@ class AutoscaleLoop:
         controller: Controller,
         levers: Levers,
         facts: LiveFacts,
-        machines: PoolScaler,
         scaler: LiveScaler,
         live_times: LiveTimes,
         lease: Lease,
         registry: Registry,
         now_s: Callable[[], float] = time.monotonic,
+        look_s: float = LOOK_S,
     ) -> None:
         self._live_times = live_times
-        self._machines = machines
         self._controller = controller
         self._levers = levers
         self._facts = facts
         self._scaler = scaler
         self._lease = lease
         self._now_s = now_s
+        self._look_s = look_s
         self._ticked_s = now_s()
         self._leased_s = float("-inf")
         self._standing: set[tuple[str, object]] = set()  # outcomes of the last tick
@@ -102,7 +101,7 @@ class AutoscaleLoop:
                 log.exception("tick_failed")
                 self.metrics.failed(error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self._look_s):
                     await self._controller.until_changed()
 
     async def close(self) -> None:
@@ -118,10 +117,19 @@ class AutoscaleLoop:
         members = self._controller.fleet.members()
         views = {m.worker_id: view for m in members if (view := self._controller.view(m.worker_id))}
         self._live_times.look(members, {name: view.load for name, view in views.items()}, self._now_s())
+        if self._facts.spare_workers is None:  # machines were away
+            await self._facts.ask_machines()
         await self._keep_lease()
         if self._lease.is_held:
-            for decision in await self._levers.settle():
+            await self._settle()
+
+    async def _settle(self) -> None:
+        try:
+            async for decision in self._levers.settle():
                 await self.record(decision)
+        except BatonError as error:  # machines are away; sizes can be looked at all the same
+            log.warning("settling_waits", reason=error.message)
+            self.metrics.failed(error)
 
     async def _keep_lease(self) -> None:
         now_s = self._now_s()
@@ -140,15 +148,17 @@ class AutoscaleLoop:
 
     async def _tick(self) -> None:
         self._scaler.measured(self._live_times.times)
-        await self._facts.ask_machines(self._machines)
+        await self._facts.ask_machines()
         facts = self._facts.facts(self._now_s())
         proposals: Sequence[Proposal] = self._scaler.look(facts)
         if self._settings.mode is Mode.FROZEN:
             proposals = ()
-        decisions = [await self._decide(proposal) for proposal in proposals]
-        standing, self._standing = self._standing, {_outcome(decision) for decision in decisions}
-        for decision in decisions:
-            await self.record(decision, is_new=decision.applied or _outcome(decision) not in standing)
+        before, self._standing = self._standing, set()
+        for proposal in proposals:
+            decision = await self._decide(proposal)
+            outcome = _outcome(decision)
+            self._standing.add(outcome)
+            await self.record(decision, is_new=decision.applied or outcome not in before)
         self._ticked_s = self._now_s()
 
     async def _decide(self, proposal: Proposal) -> Decision:
@@ -167,14 +177,17 @@ class AutoscaleLoop:
         return replace(decision, action=done, applied=True)
 
     async def record(self, decision: Decision, *, is_new: bool = True) -> None:
-        """Count a decision, and write it down unless it stands. Raises: Unavailable."""
+        """Count a decision, and write it down unless it stands; where the database is away, in this process's log only."""
         self.metrics.decided(decision.lever, decision.applied)
         if not is_new:
             return
         log.info(
             "decision", lever=decision.lever, action=decision.action, applied=decision.applied, reason=decision.reason
         )
-        await self._controller.decide(decision)
+        try:
+            await self._controller.decide(decision)
+        except BatonError as error:
+            log.warning("decision_not_kept", action=decision.action, reason=error.message)
 
     @property
     def _settings(self) -> ControlSettings:

@@ -77,6 +77,7 @@ class Controller:
         self._ordering: dict[
             str, asyncio.Lock
         ] = {}  # one order to a worker at a time: all have one number to answer to
+        self._awaited: dict[str, asyncio.Event] = {}  # workers under an order: set by each of their reports
         self._closing: set[asyncio.Task[None]] = set()
         self._reports: dict[str, HeardReport] = {}
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
@@ -235,7 +236,7 @@ class Controller:
             self._identity,
             self._liveness,
             lambda: self._on_session(session),
-            on_load=self.floor.observe,
+            on_load=lambda load: self._on_load(worker_id, load),
             want_kv=True,
         )
         self._sessions[worker_id] = session
@@ -250,6 +251,11 @@ class Controller:
         else:
             self.fleet.heard(worker_id, session.epoch)
         self._wake()
+
+    def _on_load(self, worker_id: str, load: worker_pb2.Load) -> None:
+        self.floor.observe(load)
+        if worker_id in self._awaited:
+            self._awaited[worker_id].set()
 
     async def _order(
         self, worker_id: str, send: Callable[[WorkerSession], None], obeyed: Callable[[worker_pb2.Load], bool]
@@ -268,17 +274,21 @@ class Controller:
         answers = _Answers()
         session.attach(_CONTROLLER_SEQ, answers)
         refusal = asyncio.create_task(answers.get())
+        refusal.add_done_callback(lambda _: reported.set())
+        reported = self._awaited[worker_id] = asyncio.Event()
         try:
             async with asyncio.timeout(_ORDER_S):
                 send(session)
                 while session.view is None or not obeyed(session.view.load):
-                    await self._woken_or(refusal)
+                    await reported.wait()
+                    reported.clear()
                     if refusal.done():
                         raise _refusal(worker_id, refusal.result())
         except TimeoutError:
             raise Unavailable(f"{worker_id} did not comply within {_ORDER_S:g} s; is it busy?") from None
         finally:
             session.detach(_CONTROLLER_SEQ)
+            del self._awaited[worker_id]
             refusal.cancel()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -381,11 +391,6 @@ class Controller:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _woken_or(self, other: asyncio.Task[SequenceEvent]) -> None:
-        woken = asyncio.create_task(self._changed.wait())
-        await asyncio.wait({woken, other}, return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
 
 
 class _Answers(Inbox):

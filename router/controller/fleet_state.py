@@ -127,7 +127,7 @@ class Fleet:
         """<role>-<number>, never given before."""
         kind = role.name.lower()
         number = self._num_named.get(kind, 0)
-        while f"{kind}-{number}" in self._members:
+        while f"{kind}-{number}" in self._members or f"{kind}-{number}" in self._ended:
             number += 1
         self._num_named[kind] = number + 1
         self.version += 1

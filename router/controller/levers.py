@@ -16,7 +16,7 @@ another RESUMED_S, since it may hold the only copy of a call that its client res
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
@@ -141,24 +141,22 @@ class Levers:
 
     # -- what has to wait --------------------------------------------------------------------------------------------
 
-    async def settle(self) -> list[Decision]:
-        """Do what has become possible. Returns what is worth a line in the log of decisions.
+    async def settle(self) -> AsyncIterator[Decision]:
+        """Do what has become possible; yields what is worth a line in the log of decisions.
 
         Raises:
             Unavailable: machines do not answer; the rest waits for the next call.
         """
-        done = []
         for member in self._controller.fleet.members():
             if why := self._given_up(member):
                 await self._end(member)
-                done.append(Decision("give_up", f"end {member.worker_id}", why, applied=True))
+                yield Decision("give_up", f"end {member.worker_id}", why, applied=True)
             elif member.after_drain is AfterDrain.STANDBY and member.state == DRAINING and self._is_idle(member):
                 self._controller.stand_by(member.worker_id)
             elif member.after_drain is AfterDrain.END and (why := self._may_end(member)):
                 await self._end(member)
-                done.append(Decision("end", f"end {member.worker_id}", why, applied=True))
+                yield Decision("end", f"end {member.worker_id}", why, applied=True)
         self._forget_gone()
-        return done
 
     def _given_up(self, member: Member) -> str:
         """Why; "" where not."""

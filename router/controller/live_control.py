@@ -29,14 +29,13 @@ class LiveControl:
         self.registry = Registry()
         self.live_times = LiveTimes(times)
         self.facts = LiveFacts(
-            controller, cluster, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
+            controller, cluster, machines, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
         )
         levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s))
         self.loop = AutoscaleLoop(
             controller,
             levers,
             self.facts,
-            machines,
             Autoscaler(times, max_standbys=cluster.controller.standby),
             self.live_times,
             Lease(database, "autoscaler", secrets.token_hex(8)),

@@ -42,6 +42,7 @@ class LiveFacts:
         self,
         controller: Controller,
         cluster: ClusterConfig,
+        machines: PoolScaler,
         shape_of: Callable[[Role], str],
         start_up_s: Callable[[], float],
         now_s: float,
@@ -49,6 +50,7 @@ class LiveFacts:
         """`shape_of`: of a new worker; `start_up_s`: how long it takes now."""
         self._controller = controller
         self._cluster = cluster
+        self._machines = machines
         self._start_up_s = start_up_s
         self._num_gpus = gpus_per_worker(cluster)
         self._known_steps = _emulated_steps(cluster)
@@ -58,14 +60,15 @@ class LiveFacts:
         self._heard_s = now_s  # when a router last lived
         self.spare_workers: int | None = None  # that fit beside those that are there; None: nobody knows
 
-    async def ask_machines(self, scaler: PoolScaler) -> None:
+    async def ask_machines(self) -> None:
         """Find out how many more workers fit; nobody knows where the platform does not answer."""
-        shape = self._blueprints[Role.BOTH].shape
+        before = self.spare_workers
         try:
-            self.spare_workers = (await scaler.get(shape)).spare
+            self.spare_workers = (await self._machines.get(self._blueprints[Role.BOTH].shape)).spare
         except BatonError as error:
-            log.warning("spare_unknown", reason=error.message)
             self.spare_workers = None
+            if before is not None:
+                log.warning("spare_unknown", reason=error.message)
 
     def facts(self, now_s: float) -> FleetFacts:
         controller, start_up_s = self._controller, self._start_up_s()

@@ -66,7 +66,7 @@ class RayPools:
         Raises:
             ConfigError: they do not fit.
         """
-        has = float(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
+        has = self._cpus()
         need = num_workers * self._placement.num_cpus
         if need > has:
             raise ConfigError(
@@ -108,15 +108,16 @@ class RayPools:
             ray.get(actor.stop.remote(), timeout=_STOP_S)
         ray.kill(actor, no_restart=True)
 
-    def num_spare(self) -> int:
-        """How many more workers fit now. Workers that Ray has not placed yet do not count."""
-        return int(self._free_cpus() / self._placement.num_cpus)
+    def num_places(self) -> int:
+        """How many workers fit in all."""
+        return int(self._cpus() / self._placement.num_cpus)
 
     def close(self) -> None:
         ray.shutdown()
 
-    def _free_cpus(self) -> float:
-        return float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
+    def _cpus(self) -> float:
+        """Of all nodes, whoever has them."""
+        return float(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
 
     def _create(self, config: WorkerConfig) -> ActorHandle[WorkerActor]:
         actor = RemoteWorker.options(
@@ -130,7 +131,7 @@ class RayPools:
         return cast("ActorHandle[WorkerActor]", actor)  # ray's own type also allows for a class
 
     def _timeout_reason(self, worker_id: str) -> str:
-        free = self._free_cpus()
+        free = float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]  # ray leaves it untyped
         waited = f"{self._placement.start_timeout_s:g} s"
         if free < self._placement.num_cpus:
             return (

@@ -46,7 +46,7 @@ class Pools(Protocol):
 
     def start(self, config: WorkerConfig) -> str: ...
     def kill(self, worker_id: str) -> None: ...
-    def num_spare(self) -> int: ...
+    def num_places(self) -> int: ...
     def check_fits(self, num_workers: int) -> None: ...
     def close(self) -> None: ...
 
@@ -181,9 +181,12 @@ class RayFleet:
             raise Unavailable("Ray is away", retry_after_s=_REVIVE_S)
         try:
             async with asyncio.timeout(_ASK_S):
-                return await self._in_thread(self._pools.num_spare)
+                num_places = await self._in_thread(self._pools.num_places)
         except TimeoutError:
             raise Unavailable(f"Ray did not answer within {_ASK_S:g} s", retry_after_s=_REVIVE_S) from None
+        return max(
+            0, num_places - len(self._controller.fleet.members())
+        )  # one that is only asked for has its place, too
 
 
 def _is_lost(member: Member) -> bool:

@@ -1,4 +1,7 @@
-"""A worker without an engine: announces itself, answers heartbeats, drains and changes its role. For the actor shell."""
+"""A worker without an engine: announces itself, answers heartbeats, drains, is tuned and changes its role. For the actor shell.
+
+`model.path` says how it behaves: "busy" refuses to change its role; "working" has a sequence open until `finish`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,20 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
         self.epoch = new_epoch()
         self.busy = config.model.path == "busy"  # refuses to change its role
         self._config = config
-        self._load = worker_pb2.Load(role=worker_pb2.Role.ValueType(Role[config.role.upper()]))
+        engine = config.engine
+        self._most = worker_pb2.Tune(
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            chunk_tokens=engine.chunk_tokens,
+        )
+        self._load = worker_pb2.Load(
+            role=worker_pb2.Role.ValueType(Role[config.role.upper()]),
+            idle=config.model.path != "working",
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            chunk_tokens=engine.chunk_tokens,
+        )
+        self._wants_drain = False
         self._stopping = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=8))
 
@@ -42,6 +58,16 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
     @property
     def draining(self) -> bool:
         return self._load.draining
+
+    @property
+    def role(self) -> Role:
+        return Role(self._load.role)
+
+    def finish(self) -> None:
+        """What was open has ended; a flip that waited for it takes place."""
+        self._load.idle = True
+        if self._load.next_role:
+            self._set_role(self._load.next_role)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -67,6 +93,7 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
                 num_blocks=64,
                 block_size=16,
                 max_num_seqs=8,
+                most=self._most,
                 protocol_version=PROTOCOL_VERSION,
             )
             return worker_pb2.SessionEvent(opened=opened)
@@ -74,13 +101,31 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
             error = worker_pb2.ErrorInfo(code="overloaded", message="2 sequences are open")
             return worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=0, error=error))
         if kind == "set_role":
-            self._load.role = request.set_role.role
+            self._set_role(request.set_role.role)
+        if kind == "tune" and request.tune.max_num_seqs > self._most.max_num_seqs:
+            error = worker_pb2.ErrorInfo(
+                code="invalid_request", message="max_num_seqs is too much", field="max_num_seqs"
+            )
+            return worker_pb2.SessionEvent(refused=worker_pb2.Refused(seq=0, error=error))
+        if kind == "tune":
+            self._load.max_num_seqs = request.tune.max_num_seqs
+            self._load.max_num_batched_tokens = request.tune.max_num_batched_tokens
+            self._load.chunk_tokens = request.tune.chunk_tokens
         if kind == "drain":
-            self._load.draining = request.drain.draining
+            self._wants_drain = request.drain.draining
+            self._load.draining = self._wants_drain or bool(self._load.next_role)
         if kind == "heartbeat":
             reply = worker_pb2.HeartbeatReply(sent_ns=request.heartbeat.sent_ns, load=self._load)
             return worker_pb2.SessionEvent(heartbeat=reply)
         return worker_pb2.SessionEvent(load=self._load)
+
+    def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
+        """At once, or, where something is open, after that: until then it drains."""
+        if self._load.idle or role == self._load.role:
+            self._load.role, self._load.next_role = role, worker_pb2.ROLE_UNSPECIFIED
+            self._load.draining = self._wants_drain
+        else:
+            self._load.next_role, self._load.draining = role, True
 
     def _announce(self, port: int) -> None:
         record = control_pb2.WorkerRecord(
@@ -95,4 +140,4 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
             stub = control_pb2_grpc.ControlStub(channel)
             wanted = stub.Announce(control_pb2.AnnounceRequest(worker=record), timeout=10)
         self._load.role = wanted.role
-        self._load.draining = wanted.draining
+        self._load.draining = self._wants_drain = wanted.draining

@@ -19,8 +19,8 @@ from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
-from router.controller.fleet_state import DRAINING, FAILED, READY, Announcement, Member
-from router.controller.fleet_store import FleetStore, SavedFleet
+from router.controller.fleet_state import DRAINING, FAILED, READY, Announcement, Member, SavedFleet
+from router.controller.fleet_store import FleetStore
 from tests.controller.stand_in_server import StandInServer
 from worker.announcer import announce
 

@@ -1,0 +1,87 @@
+"""Of several holders of one lease one has it, whatever their clocks do and whenever they die."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import ConfigError, Unavailable
+from router.controller.database import Database, Transaction
+from router.controller.lease import LEASE_S, MARGIN_S, Lease
+
+
+class Clocks:
+    def __init__(self) -> None:
+        self.unix_s = 1_000.0
+        self.monotonic_s = 5.0
+
+    def pass_s(self, seconds: float) -> None:
+        self.unix_s += seconds
+        self.monotonic_s += seconds
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+def lease(database: Database, holder: str, clocks: Clocks) -> Lease:
+    return Lease(database, "autoscaler", holder, lambda: clocks.unix_s, lambda: clocks.monotonic_s)
+
+
+def test_one_holds_it_until_it_gives_it_back(database: Database, clocks: Clocks) -> None:
+    first, second = lease(database, "a", clocks), lease(database, "b", clocks)
+    assert (first.take(), second.take()) == (True, False)
+    assert (first.is_held, second.is_held) == (True, False)
+    clocks.pass_s(LEASE_S / 2)
+    assert (first.take(), second.take()) == (True, False)
+    first.give_back()
+    assert not first.is_held
+    assert (second.take(), first.take()) == (True, False)
+
+
+def test_of_a_dead_holder_it_runs_out_for_itself_before_others_get_it(database: Database, clocks: Clocks) -> None:
+    dead, next_one = lease(database, "a", clocks), lease(database, "b", clocks)
+    assert dead.take()
+    clocks.pass_s(LEASE_S + MARGIN_S / 2)
+    assert (dead.is_held, next_one.take()) == (False, False)
+    clocks.pass_s(MARGIN_S)
+    assert next_one.take()
+    assert not dead.take()
+
+
+def test_two_leases_of_one_database_are_two(database: Database, clocks: Clocks) -> None:
+    assert lease(database, "a", clocks).take()
+    assert Lease(database, "other", "b", lambda: clocks.unix_s, lambda: clocks.monotonic_s).take()
+
+
+def test_a_wall_clock_that_jumps_forward_lets_the_next_one_in_and_the_first_one_sees_it(
+    database: Database, clocks: Clocks
+) -> None:
+    first, second = lease(database, "a", clocks), lease(database, "b", clocks)
+    assert first.take()
+    clocks.unix_s += 3_600
+    assert second.take()
+    assert (first.take(), first.is_held) == (False, False)
+
+
+class Away:
+    """A database that is not there."""
+
+    name = "away"
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Transaction]:
+        raise Unavailable("the database is away")
+        yield
+
+    reading = writing
+
+    def close(self) -> None: ...
+
+
+def test_a_database_that_is_away_at_the_start_is_one_clear_line(clocks: Clocks) -> None:
+    with pytest.raises(ConfigError, match="cannot keep leases: the database is away"):
+        lease(Away(), "a", clocks)

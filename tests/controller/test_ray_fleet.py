@@ -1,0 +1,158 @@
+"""The workers of one machine over a stand-in for Ray: who is started, tried again, given up, and what a stop leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
+from baton.errors import ConfigError, InvalidRequest, Unavailable
+from baton.request import Role
+from router.controller import ray_fleet
+from router.controller.control_store import ControlStore
+from router.controller.controller import Controller
+from router.controller.database import SQLite
+from router.controller.fleet_state import FAILED, AfterDrain, Announcement
+from router.controller.fleet_store import FleetStore
+from router.controller.ray_fleet import RayFleet
+
+CLUSTER = ClusterConfig(prefill=1, decode=2, controller=ControllerConfig(standby=1))
+
+
+class FakeRay:
+    """Starts succeed at once, fail, or hang until their worker is killed."""
+
+    def __init__(self) -> None:
+        self.num = 8
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.hangs = False
+        self.fails = False
+        self._killed = threading.Event()
+
+    def start(self, config: WorkerConfig) -> str:
+        self.started.append(config.worker_id)
+        if self.hangs:
+            assert self._killed.wait(10)
+        if self.hangs or self.fails:
+            raise ConfigError("Ray cannot place it")
+        return "127.0.0.1:1"
+
+    def kill(self, worker_id: str) -> None:
+        self.ended.append(worker_id)
+        self._killed.set()
+
+    def num_places(self) -> int:
+        return self.num
+
+    def check_fits(self, num_workers: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def controller_of(folder: Path) -> Controller:
+    return Controller(
+        ControllerConfig(), ControlStore(SQLite(folder / "slo"), lambda: 7.0), FleetStore(folder / "fleet")
+    )
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
+    made = controller_of(tmp_path)
+    yield made
+    await made.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+def fleet_of(controller: Controller, ray: FakeRay, cluster: ClusterConfig = CLUSTER) -> RayFleet:
+    return RayFleet(controller, cluster, "127.0.0.1:1", lambda _: ray)
+
+
+async def test_a_new_fleet_is_the_configured_pools_and_their_standbys(controller: Controller) -> None:
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 4)
+    members = controller.fleet.members()
+    assert [(m.worker_id, m.after_drain) for m in members if m.draining] == [("decode-2", AfterDrain.STANDBY)]
+    assert sorted(ray.started) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+    assert {m.shape for m in members} == {"cpu"}
+    running.cancel()
+    await fleet.stop()
+    assert sorted(ray.ended) == sorted(ray.started)
+
+
+async def test_a_successor_starts_what_there_was_and_not_what_is_configured(tmp_path: Path) -> None:
+    first = controller_of(tmp_path)
+    fleet_of(first, FakeRay())
+    first.forget("decode-1")
+    async with asyncio.timeout(10):
+        while len(FleetStore(tmp_path / "fleet").load().members) != 3:  # noqa: ASYNC110 - a file
+            await asyncio.sleep(0.01)
+    await first.close()
+    second, ray = controller_of(tmp_path), FakeRay()
+    running = asyncio.create_task(fleet_of(second, ray).start_and_revive())
+    await until(lambda: len(ray.started) == 3)
+    assert sorted(ray.started) == ["decode-0", "decode-2", "prefill-0"]
+    assert second.fleet.new_name(Role.DECODE) == "decode-3"
+    running.cancel()
+    await second.close()
+
+
+async def test_one_more_worker_has_a_name_of_its_own_and_fits_or_is_refused(controller: Controller) -> None:
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray)
+    with pytest.raises(Unavailable, match="Ray is away"):
+        await fleet.scale_up(Role.DECODE, "cpu")
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 4)
+    with pytest.raises(InvalidRequest, match="no '8xh100' here"):
+        await fleet.scale_up(Role.DECODE, "8xh100")
+    assert await fleet.scale_up(Role.DECODE, "cpu") == "decode-3"
+    size = await fleet.get("cpu")
+    assert (size.desired, size.spare, len(size.pending)) == (5, 3, 5)
+    ray.num = 5
+    with pytest.raises(Unavailable, match="no room"):
+        await fleet.scale_up(Role.DECODE, "cpu")
+    running.cancel()
+
+
+async def test_a_configured_worker_is_tried_again_and_one_that_was_asked_for_is_not(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray, replace(CLUSTER, prefill=0, decode=1, controller=ControllerConfig()))
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: ray.started == ["decode-0"])
+    ray.fails = True
+    asked = await fleet.scale_up(Role.PREFILL, "cpu")
+    await until(lambda: controller.fleet.get(asked).state == FAILED)
+    controller.start_failed("decode-0", 0, "a test")
+    await until(lambda: ray.started.count("decode-0") > 3)
+    assert ray.started.count(asked) == 1
+    controller.announce(Announcement("decode-0", 1, "127.0.0.1:1", Role.DECODE, pid=1))
+    running.cancel()
+
+
+async def test_a_stop_while_a_worker_is_being_started_ends_it_too(controller: Controller) -> None:
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray, replace(CLUSTER, prefill=0, decode=1, controller=ControllerConfig()))
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: ray.started == ["decode-0"])
+    ray.hangs = True
+    asked = await fleet.scale_up(Role.PREFILL, "cpu")
+    await until(lambda: asked in ray.started)
+    running.cancel()
+    await fleet.stop()
+    assert asked in ray.ended
