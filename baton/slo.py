@@ -32,6 +32,11 @@ class SLO:
     weight: float = 1.0
     priority: int = 0
 
+    @property
+    def pace_ms(self) -> float:
+        """What a token may take: a stream whose tokens take longer on average has more than 1 in 100 gaps that do."""
+        return self.tpot_ms if self.itl_p99_ms is None else min(self.tpot_ms, self.itl_p99_ms)
+
     def meets_pace(self, *, tpot_ms: float, itl_p99_ms: float) -> bool:
         """Whether tokens came fast enough, whatever else was missed: what a decode worker answers for."""
         return tpot_ms <= self.tpot_ms and (self.itl_p99_ms is None or itl_p99_ms <= self.itl_p99_ms)

@@ -6,6 +6,7 @@
     3 released   a prefill lane is free within `window_s` and a decode seat under its TPOT target        -> 4
     4 began      its first token came: the lane has moved on                                           -> gone when it ends
 
+A target for the whole answer counts as one for its first token: less the steps that an answer of its class usually takes.
 Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
 prefill. Rates are the workers' measured ones, corrected by the pace at which released prompts really come out. A call is taken
 where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its class's target would miss it
@@ -52,8 +53,12 @@ class Reason(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     TTFT = "ttft"  # its target cannot be met any more
     TPOT = "tpot"  # likewise
+    E2E = "e2e"
     DEADLINE = "deadline"
     DISPLACED = "displaced"  # by a call of a tenant that takes less, or of a higher priority
+
+
+_MISSED = {Reason.DEADLINE: "deadline", Reason.TTFT: "TTFT target", Reason.E2E: "target for its whole answer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class Turn(Waiting):
     min_tokens: int = 0
     asks_ttft: bool = False  # its TTFT target is its own, not its class's
     was_accepted: bool = False  # by a router before: it goes on, whatever the forecast
+    e2e_s: float = math.inf  # target for the whole answer
     worker: str = ""  # whom it was given to prefill
     latest_s: float = math.inf  # by when it must be released, or else misses
     misses: Reason = Reason.DEADLINE
@@ -238,14 +244,15 @@ class Admission:
     def _forecast(self, turn: Turn, now_s: float) -> Shed | None:
         """Judge the time it would take; sets `latest_s`, and the band of a call that would be late on an idle fleet."""
         own_s = self._overhead_s + self._lanes.own_s(turn.tokens)
-        spare_s = turn.since_s + turn.ttft_s - now_s - own_s if self.bounds.by_forecast else math.inf
-        if own_s > turn.ttft_s and not turn.asks_ttft:
+        first_s, target = self._first_token_target(turn)
+        spare_s = turn.since_s + first_s - now_s - own_s if self.bounds.by_forecast else math.inf
+        if own_s > self._latest_first_s(turn) and not turn.asks_ttft:
             turn.band -= SLACK
             spare_s = math.inf
         wait_s = self._wait_s(turn, now_s)
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
-            turn.latest_s, turn.misses = now_s + spare_s, Reason.TTFT
+            turn.latest_s, turn.misses = now_s + spare_s, target
         output = self._expected_output(turn) if wait_s > self.bounds.window_s else self._least_output(turn)
         left_s = turn.deadline_s - now_s - own_s - (output - 1) * self._step_s
         if wait_s > left_s:
@@ -254,9 +261,18 @@ class Admission:
             return Shed(Reason.DEADLINE, message, retry_after_s)
         allowed_s = max(self.bounds.window_s, MARGIN * spare_s)
         if wait_s > allowed_s:
-            message = f"the wait would be {wait_s:.3g} s; for its TTFT target the limit is {allowed_s:.3g} s"
-            return Shed(Reason.TTFT, message, self._appointment(turn, wait_s - allowed_s, now_s))
+            message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
+            return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))
         return None
+
+    def _first_token_target(self, turn: Turn) -> tuple[float, Reason]:
+        """After its arrival, when the first token is wanted, so that an answer as long as its class's usually is ends in time."""
+        first_s = turn.e2e_s - (self._expected_output(turn) - 1) * self._step_s
+        return (first_s, Reason.E2E) if first_s < turn.ttft_s else (turn.ttft_s, Reason.TTFT)
+
+    def _latest_first_s(self, turn: Turn) -> float:
+        """Likewise for the shortest possible answer: what is later than that is late on an idle fleet, too."""
+        return min(turn.ttft_s, turn.e2e_s - (self._least_output(turn) - 1) * self._step_s)
 
     def _wait_s(self, turn: Turn, now_s: float) -> float:
         """Until a lane is free for it behind whoever is ahead, and a seat."""
@@ -380,8 +396,7 @@ class Admission:
 
     def _too_late(self, turn: Turn, now_s: float) -> Shed:
         self.leave(turn, now_s)
-        what = "deadline" if turn.misses is Reason.DEADLINE else "TTFT target"
-        message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {what}"
+        message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {_MISSED[turn.misses]}"
         if turn.misses is Reason.DEADLINE:
             return Shed(turn.misses, message, 0.0)
         return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))

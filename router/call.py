@@ -274,7 +274,7 @@ class Calls:
 
     def slack(self) -> Slack:
         """What the other classes leave to batches, under the tightest TPOT target in force."""
-        targets = [slo.tpot_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]
+        targets = [slo.pace_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]
         return self._turns.slack(BATCH, min(targets, default=math.inf))
 
     @property
@@ -430,8 +430,9 @@ class Calls:
             since_s=call.arrival_s,
             slo_class=slo.name,
             ttft_s=slo.ttft_ms / 1e3,
-            tpot_s=slo.tpot_ms / 1e3,
-            class_tpot_s=self._slo_watch.classes.get(slo.name, slo).tpot_ms / 1e3,  # it may be gone since
+            tpot_s=slo.pace_ms / 1e3,
+            class_tpot_s=self._slo_watch.classes.get(slo.name, slo).pace_ms / 1e3,  # it may be gone since
+            e2e_s=slo.e2e_ms / 1e3 if slo.e2e_ms is not None else math.inf,
             deadline_s=call.deadline_s,
             num_seqs=len(call.reports),
             prompt_tokens=len(request.token_ids),
@@ -502,7 +503,8 @@ class Calls:
             self._config.unavailable_wait_s,
             session_id=call.spec.labels.session_id,
             ttft_ms=call.slo.ttft_ms,
-            tpot_ms=call.slo.tpot_ms,
+            tpot_ms=call.slo.pace_ms,
+            itl_p99_ms=self._slo_watch.itl_p99_ms,
             explain=call.spec.labels.explain,
             prefer=prefer,
             hashes=call.hashes,

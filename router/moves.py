@@ -101,6 +101,7 @@ class Sequences:
             session_id=job.session_id,
             ttft_ms=job.ttft_ms,
             tpot_ms=job.tpot_ms,
+            itl_p99_ms=job.itl_p99_ms,
             deadline_s=max(0.0, job.deadline_s - time.monotonic()),
         )
         try:

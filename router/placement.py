@@ -4,7 +4,8 @@ Three shapes of a choice, each forecast (router/forecast.py, router/flow_back.py
     remote   a prefill worker and a decode worker, both taking work, of one fingerprint, with a link that may be used
     both     a worker of that role, for itself
     local    a decode worker that computes the prompt, too: where it lacks at most `local_prefill_tokens`, would be sooner than
-             any prefill worker, and its running streams keep their time per token
+             any prefill worker, and its running streams keep their time per token, and the gap that a chunk makes in them is
+             no longer than the tightest class allows
 1. Prefill: the least forecast TTFT, plus OTHERS times its computing, which whoever comes behind waits for, too. So a cached
    beginning is worth what it saves to all.
 2. Decode: first one over a proved link, then one with room (memory below HEADROOM, forecast TPOT within the target), then the
@@ -63,6 +64,7 @@ class Demand:
     session_id: str = ""  # of the conversation
     ttft_ms: float = 0.0  # targets of the call; 0 = not said
     tpot_ms: float = 0.0
+    itl_p99_ms: float = 0.0  # the tightest of all classes: who runs on a worker that prefills, too, may be of any
     deadline_s: float = 0.0  # what is left of the call's time; 0 = not said
     home: str = ""  # the decode worker of the session's last turn, as the fleet remembers
 
@@ -296,6 +298,9 @@ def _best_local(
     ttft_s = np.full(len(workers), np.inf)
     ttft_s[rows] = alone_s + busy * workers.step_s[rows]  # the step under way is waited for
     harmed = busy & (tpot_s + alone_s / SPREAD_TOKENS > HEADROOM * outlook.demand.tpot_target_s)
+    if outlook.demand.itl_p99_ms:
+        held_s = np.minimum(forecasts.compute_s[rows], AUTO_LOCAL_TOKENS / workers.prefill_tokens_per_s[rows])
+        harmed |= busy & (workers.step_s[rows] + held_s > outlook.demand.itl_p99_ms / 1e3)
     ttft_s[rows[harmed]] = np.inf
     ttft_s[ttft_s >= limit_s] = np.inf
     row = _pick(outlook, ttft_s, allowed, first)

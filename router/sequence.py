@@ -32,7 +32,8 @@ class SequenceJob:
     unavailable_wait_s: float  # how long to wait for a worker to come up, within the deadline
     session_id: str = ""  # of the conversation
     ttft_ms: float = 0.0  # targets of the call; 0 = none
-    tpot_ms: float = 0.0
+    tpot_ms: float = 0.0  # of its tokens, by whichever target is tighter
+    itl_p99_ms: float = 0.0  # the tightest target of all classes
     explain: bool = False  # say why each attempt went where it went
     prefer: str = ""  # a prefill worker that has the prompt in its cache
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already

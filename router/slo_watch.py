@@ -49,6 +49,11 @@ class SloWatch:
             slo = replace(slo, tpot_ms=labels.slo_tpot_ms)
         return slo
 
+    @property
+    def itl_p99_ms(self) -> float:
+        """The least of all classes: what no stream may be held up for, since nobody knows whose others are. 0 = no class says."""
+        return min((slo.itl_p99_ms for slo in self.classes.values() if slo.itl_p99_ms is not None), default=0.0)
+
     def count(self, class_name: str, verdict: Verdict) -> None:
         self.verdicts[class_name][verdict] += 1
 

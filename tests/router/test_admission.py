@@ -45,10 +45,11 @@ def turn(
     max_tokens: int = 100,
     min_tokens: int = 0,
     asks_ttft: bool = False,
+    e2e_s: float = math.inf,
 ) -> Turn:
     return Turn(
         tenant, band, tokens, since_s, "interactive", ttft_s, tpot_s, class_tpot_s, since_s + timeout_s, num_seqs, tokens,
-        max_tokens, min_tokens, asks_ttft,
+        max_tokens, min_tokens, asks_ttft, e2e_s=e2e_s,
     )  # fmt: skip
 
 
@@ -213,6 +214,28 @@ def test_long_answers_of_others_do_not_refuse_a_short_deadline_where_nobody_wait
         policy.charge(call, 1_000)
         policy.leave(call, 100.0 * number + 50.0)
     assert let_in(policy, turn(max_tokens=10_000, timeout_s=10.0, since_s=9_000.0), 9_000.0).released_s is not None
+
+
+def test_a_target_for_the_whole_answer_is_one_for_its_first_token_less_the_answers_steps() -> None:
+    policy = admission(prefill(), decode(step_s=0.05))
+    for _ in range(10):
+        let_in(policy, turn(100))
+    taken = let_in(policy, turn(ttft_s=60.0, e2e_s=7.0, min_tokens=100))  # 5 s of steps, 1 s of 1.9 may be waited
+    assert taken.latest_s == pytest.approx(7.0 - 0.1 - 99 * 0.05)
+    shed = policy.arrive(turn(ttft_s=60.0, e2e_s=6.5, min_tokens=100), 0.0)
+    assert shed is not None
+    assert (shed.reason, shed.retry_after_s > 0) == (Reason.E2E, True)
+    assert "whole answer" in shed.message
+    _, gone = policy.due(taken.latest_s + 0.01)
+    assert (taken, Reason.E2E) in [(call, why.reason) for call, why in gone]
+
+
+def test_an_answer_that_would_be_late_on_an_idle_fleet_waits_behind_those_that_can_be_in_time() -> None:
+    policy = admission(prefill(), decode(step_s=0.05))
+    let_in(policy, turn(100))
+    late, timely = let_in(policy, turn(e2e_s=3.0, min_tokens=100)), let_in(policy, turn())
+    assert policy.due(0.1)[0] == [timely]
+    assert late.latest_s == late.deadline_s - 0.1
 
 
 def test_targets_do_not_shed_where_that_is_switched_off() -> None:
