@@ -281,6 +281,23 @@ class SimEngine:
 
     # What others see
 
+    def settle_cache(self, now_s: float) -> None:
+        """Let the cache be as after the last step, where those of a run under way have taken blocks from it: others read it."""
+        run = self._run
+        if run is None or not self.shape.config.prefix_cache:
+            return
+        num_done = self._num_done(run, now_s)
+        num_taken = run.num_seqs * (1 + num_done // self.shape.config.block_size)  # at most
+        if not num_done or num_taken <= self.pool.num_free:
+            return
+        begin_s = self._tell_run(run, num_done)
+        self.scheduler.skip(num_done, ANSWER_TOKEN)
+        run.begin_s = self._began_s = begin_s
+        run.context_tokens += num_done * run.num_seqs
+        run.num_steps -= num_done
+        run.length_s = self._elapsed_s(run, run.num_steps)
+        self._known_sums = None
+
     def work(self, now_s: float) -> Work:
         """Of all steps that are over."""
         run, work = self._run, replace(self._work)

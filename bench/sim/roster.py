@@ -59,6 +59,12 @@ class Known:
         self._used_tokens = worker.used_tokens(now_s)
         self.ledger.report(worker.waiting_tokens(), self._used_tokens, worker.num_running)
 
+    def take_delta(self, follow: WorkerPrefixes) -> None:
+        cache = self.worker.engine.cache
+        if cache.has_delta():
+            self.generation += 1
+            follow.apply(self.generation, *cache.take_delta(), reset=False)
+
     def load(self) -> WorkerLoad:
         ledger, worker, fact = self.ledger, self.worker, self._fact
         return WorkerLoad(
@@ -170,10 +176,9 @@ class Roster:
         self._reported_s = now_s
         for known in self._known.values():
             known.report(now_s)
-            cache = known.worker.engine.cache
-            if known.follow is not None and cache.has_delta():
-                known.generation += 1
-                known.follow.apply(known.generation, *cache.take_delta(), reset=False)
+            if known.follow is not None:
+                known.worker.engine.settle_cache(now_s)
+                known.take_delta(known.follow)
 
     def loads(self) -> Iterator[WorkerLoad]:
         return (known.load() for known in self._known.values() if known.takes_calls)

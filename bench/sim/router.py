@@ -263,7 +263,7 @@ class SimRouter:
         self._next_look_s = now_s
         events: list[Event] = []
         for attempt in list(worker.open.values()):
-            if attempt.decode is worker or not attempt.is_adopted:
+            if not attempt.is_given_up and (attempt.decode is worker or not attempt.is_adopted):
                 events += self._move(attempt, worker, now_s)
         return [*events, *self._pump(now_s)]
 
