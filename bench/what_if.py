@@ -170,7 +170,8 @@ class _Measured(Deployment):
 
     def shape(self, role: Role) -> EngineShape:
         assert self.scenario is not None, "a deployment that is made here has one"
-        pool = next(pool for pool in self.scenario.pools if pool.role is role)
+        pools = self.scenario.pools
+        pool = next((pool for pool in pools if pool.role is role), pools[-1])  # asked of all roles, used of those that are there
         config = replace(
             self.engine,
             max_num_seqs=pool.tuning.max_num_seqs,

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import stdev
 
 from baton.errors import BatonError
 from baton.slo import SLO
 from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.measured_fleet import MIN_CALLS, WINDOW_S, Measured, Unknown, loads, pools, question, slower
-from router.controller.what_if import Answer, Run, Scenario, Simulator
+from router.controller.what_if import Answer, ClassRun, Scenario, Simulator
 
 MAX_WIDTH = 0.10  # of an interval
 # Of the interval: 1.28 standard deviations hold 80 % of what is normal, and errors of models have longer tails.
@@ -27,7 +28,10 @@ _Z = 1.64
 _LEAST_OFF, _MOST_OFF = 0.02, 0.10
 _UNKNOWN_OFF = 0.05  # where a model has not said yet: what fitted ones miss held-out runs by, docs/timing.md
 _NOW, _AFTER, _SLOWER, _QUICKER = "now", "after", "slower", "quicker"
-_MAX_SHIFT = 1.5  # log-odds: from 90 to 97.6 %; a simulation that is off by more is not moved into place by one number
+# Log-odds, standard deviations: how far simulations are off where nothing was measured, and still are where it was, since
+# other targets are missed by other calls. measured: docs/slo.md
+_OFF, _STAYS_OFF = 0.5, 0.2
+_CLUMPED = 2.0  # times the spread that independent calls would have: they wait in the same queues
 ASSUMPTIONS = (
     f"traffic, layout and tuning stay as they were over the last {WINDOW_S:g} s; arrivals are Poisson",
     "calls of a class that is removed do not come any more; a class without traffic is not predicted",
@@ -77,49 +81,75 @@ def _scenarios(measured: Measured, before: Sequence[SLO], after: Sequence[SLO]) 
 
 def prediction(answer: Answer, class_name: str, measured: Measured) -> Prediction:
     """Of a class that every scenario's calls include."""
-    attained = {name: _mean(answer.of(name), class_name) for name in (_NOW, _AFTER, _SLOWER, _QUICKER)}
-    runs = [run.of(class_name) for run in answer.of(_AFTER)]
-    num_calls = sum(run.num_calls for run in runs)
-    shift = _shift(attained[_NOW], num_calls, measured.attained(class_name))
-    center, low, high = (_moved(attained[name], shift, num_calls) for name in (_AFTER, _SLOWER, _QUICKER))
+    now = _Share.of([run.of(class_name) for run in answer.of(_NOW)])
+    after, slower, quicker = (
+        _Share.of([run.of(class_name) for run in answer.of(name)]) for name in (_AFTER, _SLOWER, _QUICKER)
+    )
+    shift, unsure = _shift(now, measured.attained(class_name))
+    center, low, high = (share.moved(shift) for share in (after, slower, quicker))
     by_model = max(abs(high - center), abs(center - low))
-    by_chance = _chance([run.attainment for run in runs if run.num_calls], center, num_calls)
-    half = min(MAX_WIDTH / 2, math.hypot(by_model, _Z * by_chance))
+    by_shift = unsure * center * (1 - center)
+    by_chance = after.spread * math.sqrt(1 / after.num_runs + after.run_calls / max(1.0, measured.arrived(class_name)))
+    half = min(MAX_WIDTH / 2, math.hypot(by_model, _Z * by_shift, _Z * by_chance))
     return Prediction(center, max(0.0, center - half), min(1.0, center + half))
 
 
-def _mean(runs: Sequence[Run], class_name: str) -> float:
-    found = [run.of(class_name) for run in runs]
-    num_calls = sum(run.num_calls for run in found)
-    return sum(run.num_met for run in found) / num_calls if num_calls else 0.0
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Of simulated calls that met their targets."""
+
+    num_met: float
+    num_calls: float
+    num_runs: int
+    spread: float  # of one run, standard deviation
+
+    @classmethod
+    def of(cls, runs: Sequence[ClassRun]) -> _Share:
+        num_met, num_calls = sum(run.num_met for run in runs), sum(run.num_calls for run in runs)
+        share = _cautious(num_met, num_calls)
+        alone = math.sqrt(share * (1 - share) * len(runs) / max(1, num_calls))  # if calls were independent
+        found = (
+            stdev([run.attainment for run in runs if run.num_calls] or [0.0, 0.0])
+            if len(runs) > 2
+            else _CLUMPED * alone
+        )
+        return cls(num_met, num_calls, len(runs), max(alone, found))
+
+    @property
+    def run_calls(self) -> float:
+        return self.num_calls / self.num_runs
+
+    def moved(self, shift: float) -> float:
+        """By log-odds; what all calls met, or none, is beyond what odds say."""
+        if self.num_met in (0, self.num_calls):
+            return float(self.num_met > 0)
+        return 1 / (1 + math.exp(-_log_odds(self.num_met, self.num_calls) - shift))
 
 
-def _shift(simulated: float, num_simulated: int, attained: tuple[float, float] | None) -> float:
-    """Log-odds from what was simulated of the classes in force to what was measured; 0 where nothing was."""
+def _shift(simulated: _Share, attained: tuple[float, float] | None) -> tuple[float, float]:
+    """Log-odds from what was simulated of the classes in force to what was measured, and the standard deviation left.
+
+    As far as the two are known: the usual combination of a prior, which is that a simulation is _OFF off, with a measurement.
+    """
     if attained is None:
-        return 0.0
+        return 0.0, _OFF
     num_met, num_judged = attained
-    difference = _log_odds(num_met / num_judged, num_judged) - _log_odds(simulated, num_simulated)
-    return max(-_MAX_SHIFT, min(_MAX_SHIFT, difference))
+    difference = _log_odds(num_met, num_judged) - _log_odds(simulated.num_met, simulated.num_calls)
+    variance = _variance(num_met, num_judged) + _variance(simulated.num_met, simulated.num_calls)
+    weight = _OFF**2 / (_OFF**2 + variance)
+    return weight * difference, max(_STAYS_OFF, _OFF * math.sqrt(1 - weight))
 
 
-def _log_odds(share: float, num: float) -> float:
-    """Half a call from certainty at most: all of 50 says less than all of 5,000."""
-    share = min(1 - 0.5 / (num + 1), max(0.5 / (num + 1), share))
+def _cautious(num_met: float, num_calls: float) -> float:
+    """A share that is never 0 or 1: half a call on either side."""
+    return (num_met + 0.5) / (num_calls + 1)
+
+
+def _log_odds(num_met: float, num_calls: float) -> float:
+    share = _cautious(num_met, num_calls)
     return math.log(share / (1 - share))
 
 
-def _moved(share: float, shift: float, num: int) -> float:
-    if not shift or share in (0.0, 1.0):  # what no call met, or all did, is beyond what odds say
-        return share
-    return 1 / (1 + math.exp(-_log_odds(share, num) - shift))
-
-
-def _chance(shares: Sequence[float], center: float, num_calls: int) -> float:
-    """Standard deviation of one run of a seed, which is what a window of live traffic is; a lone run is taken for independent
-    calls, of which one more or less is always possible."""
-    per_run = max(1.0, num_calls / max(1, len(shares)))
-    lone = math.sqrt(max(center * (1 - center), 1 / per_run) / per_run)
-    if len(shares) < 2:
-        return lone
-    return max(lone, math.hypot(stdev(shares), stdev(shares) / math.sqrt(len(shares))))
+def _variance(num_met: float, num_calls: float) -> float:
+    """Of log-odds; calls that miss come in clumps."""
+    return _CLUMPED**2 * (1 / (num_met + 0.5) + 1 / (num_calls - num_met + 0.5))

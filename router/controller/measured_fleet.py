@@ -44,10 +44,18 @@ class Measured:
 
     def attained(self, class_name: str) -> tuple[float, float] | None:
         """Calls that met their targets, and all that were judged; None: too few, or by other targets."""
-        window = next((w for w in self.windows if w.window_s == WINDOW_S and w.class_name == class_name), None)
+        window = self._window(class_name)
         if window is None or not self.is_settled or window.num_judged < MIN_CALLS:
             return None
         return window.num_met, window.num_judged
+
+    def arrived(self, class_name: str) -> float:
+        """Calls in one window."""
+        window = self._window(class_name)
+        return window.per_s(window.num_arrived) * WINDOW_S if window is not None else 0.0
+
+    def _window(self, class_name: str) -> ClassWindow | None:
+        return next((w for w in self.windows if w.window_s == WINDOW_S and w.class_name == class_name), None)
 
 
 def loads(windows: Iterable[ClassWindow]) -> tuple[ClassLoad, ...]:

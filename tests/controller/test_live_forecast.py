@@ -61,7 +61,8 @@ async def test_the_question_is_what_was_measured_and_survives_the_way_to_another
     [question] = simulator.asked
     assert QUESTION.validate_json(QUESTION.dump_json(question)) == question
     [load] = question.load
-    assert (load.rate, load.cached_share, sum(load.prompt_lengths)) == (10.0, pytest.approx(0.25), 3_000)
+    assert (load.rate, sum(load.prompt_lengths)) == (10.0, 3_000)
+    assert load.cached_share == pytest.approx(0.25)
     assert question.network_s == pytest.approx(0.002)  # 3 ms were measured, and the simulator has hops of its own
     assert question.length_s > question.warm_up_s > 0
     now, after, slower, quicker = question.scenarios

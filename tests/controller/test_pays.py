@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -109,7 +110,7 @@ async def test_too_little_traffic_too_little_time_and_one_worker_alone_have_no_v
         (measured(fleet(), SEEN), "only 2 of 3 samples could be simulated within 5 s"),
         (measured(fleet(0, 0, 1), SEEN), "one worker does both"),
     ):
-        pays = Pays(simulator, lambda seen=seen: seen, 0, 5.0)
+        pays = Pays(simulator, partial(replace, seen), 0, 5.0)
         await pays.look()
         assert pays.verdict is None
         assert words in pays.reason
