@@ -1,4 +1,4 @@
-"""What acts on the fleet of one controller, put together: machines, levers, facts, the loop, operators' orders, metrics."""
+"""What acts on the fleet of one controller, put together: machines, levers, facts, planner, loop, operators' orders, metrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import secrets
 import time
 
 from baton.config import ClusterConfig
-from router.controller.autoscale_loop import AutoscaleLoop
+from router.controller.autoscale_loop import AutoscaleLoop, LiveScaler
 from router.controller.autoscaler.autoscaler import Autoscaler
+from router.controller.autoscaler.disaggregation import FallingBack
 from router.controller.autoscaler.scaler import Times
 from router.controller.controller import Controller
 from router.controller.database import Database
@@ -15,6 +16,7 @@ from router.controller.lease import Lease
 from router.controller.levers import Levers, Waits
 from router.controller.live_facts import LiveFacts, gpus_per_worker
 from router.controller.live_times import LiveTimes
+from router.controller.planner import Planner, planner_of
 from router.controller.pool_orders import PoolOrders
 from router.controller.ray_fleet import RayFleet
 from router.series import Registry
@@ -31,17 +33,34 @@ class LiveControl:
         self.facts = LiveFacts(
             controller, cluster, machines, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
         )
+        self.planner = planner_of(controller, cluster, self.facts.facts)
         levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s))
         self.loop = AutoscaleLoop(
             controller,
             levers,
             self.facts,
-            Autoscaler(times, max_standbys=cluster.controller.standby),
+            _scaler(cluster, times, self.planner),
             self.live_times,
             Lease(database, "autoscaler", secrets.token_hex(8)),
             self.registry,
         )
         self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record)
+
+    async def plan(self) -> None:
+        """Until cancelled: ask the planner what it asks by itself."""
+        if self.planner is not None:
+            await self.planner.run()
+
+    async def close(self) -> None:
+        """After its tasks were cancelled."""
+        if self.planner is not None:
+            self.planner.close()
+        await self.loop.close()
+
+
+def _scaler(cluster: ClusterConfig, times: Times, planner: Planner | None) -> LiveScaler:
+    sizes = Autoscaler(times, max_standbys=cluster.controller.standby)
+    return sizes if planner is None else FallingBack(sizes, planner.disaggregation)
 
 
 def times_of(cluster: ClusterConfig) -> Times:

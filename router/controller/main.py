@@ -43,6 +43,7 @@ from router.controller.controller import Controller
 from router.controller.fleet_store import FleetStore
 from router.controller.live_control import LiveControl
 from router.controller.live_facts import gpus_per_worker
+from router.controller.rate_store import RateStore
 from router.controller.ray_fleet import RayFleet, sizes_of
 from router.controller.settings import began
 
@@ -50,6 +51,7 @@ log = get_log("controller.main")
 
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
+RATES_FILE = "rates.json"  # likewise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +81,8 @@ async def _serve(cluster: ClusterConfig) -> None:
     store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
     if FleetStore(run_dir / FLEET_FILE).load().is_new:
         await asyncio.to_thread(_begin, store, cluster)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation)
+    rates = RateStore(run_dir / RATES_FILE)
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation, rates)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
@@ -88,17 +91,25 @@ async def _serve(cluster: ClusterConfig) -> None:
     live = LiveControl(controller, cluster, fleet, database)
     await control.start()
     listener = _bind_admin(config)
-    app = make_app(controller, cluster, tokens.current, control=live)
+    planner = live.planner
+    app = make_app(
+        controller,
+        cluster,
+        tokens.current,
+        forecast=planner.forecast if planner else None,
+        pays=planner.pays if planner else None,
+        control=live,
+    )
     admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    tasks = [asyncio.create_task(fleet.start_and_revive()), asyncio.create_task(live.loop.run())]
+    tasks = [asyncio.create_task(task) for task in (fleet.start_and_revive(), live.loop.run(), live.plan())]
     await stop.wait()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await live.loop.close()
+    await live.close()
     await fleet.stop()
     await controller.close()
     await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from baton.config import ClusterConfig
 from baton.request import Role
+from router.controller.autoscaler.disaggregation import Disaggregation
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.controller import Controller
 from router.controller.live_forecast import LiveForecast
@@ -32,10 +33,11 @@ class Planner:
         self._controller = controller
         self._facts = facts
         self._now_unix_s = now_unix_s
-        budget_s = cluster.controller.planner_seconds
+        budget_s, apart_tokens = cluster.controller.planner_seconds, _apart_tokens(cluster)
         self._process = PlannerProcess(cluster.controller.planner)
         self.forecast = LiveForecast(self._process, self.measured, budget_s)
-        self.pays = Pays(self._process, self.measured, _apart_tokens(cluster), budget_s)
+        self.pays = Pays(self._process, self.measured, apart_tokens, budget_s)
+        self.disaggregation = Disaggregation(lambda: self.pays.verdict, apart_tokens)
 
     def measured(self) -> Measured:
         """Now."""

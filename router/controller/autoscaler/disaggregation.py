@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.controller.autoscaler.acts import LocalPrefill, Proposal
+from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.facts import FleetFacts
+from router.controller.autoscaler.scaler import Times
 
 WHOLE_PROMPTS = 1 << 24  # tokens: above the longest context there is
 WORTH = 0.01  # of all calls, that must be met more: a point, as DESIGN sections 1 and 9 count attainment
@@ -134,3 +136,17 @@ class Disaggregation:
                 "num_verdicts": self._num_wishes,
             },
         )
+
+
+class FallingBack:
+    """An Autoscaler that also falls back to local prefill; sizes come first, for they say why calls wait."""
+
+    def __init__(self, sizes: Autoscaler, disaggregation: Disaggregation) -> None:
+        self._sizes = sizes
+        self._disaggregation = disaggregation
+
+    def measured(self, times: Times) -> None:
+        self._sizes.measured(times)
+
+    def look(self, facts: FleetFacts) -> Sequence[Proposal]:
+        return [*self._sizes.look(facts), *self._disaggregation.look(facts)]
