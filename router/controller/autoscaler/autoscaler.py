@@ -25,11 +25,11 @@ from router.controller.autoscaler.scaler import Scaler, Times
 from router.controller.autoscaler.sizes import Sizes, Sizing, roles_of
 from router.controller.autoscaler.sound import pressure, sound
 from router.controller.autoscaler.traffic import ClassLoad, Load, loads_of, sizing
+from router.controller.autoscaler.tune import Tuner
 
 __all__ = ["Autoscaler", "Scaler", "Times"]
 
 HOLD_AFTER_S = 15.0  # without a word of any router: three reports were missed (router/controller/observer.py, FRESH_S)
-DEADLINE_START_UPS = 3.0  # what takes three times as long as a start takes will not come
 SMOOTHING = 0.2  # per tick: about a minute, an answer's life
 FULL = 0.9  # of decode's memory: as router/placement.py, HEADROOM
 
@@ -47,6 +47,7 @@ class Autoscaler:
         self._max_standbys = max_standbys
         self._patience = Patience(self._times)
         self._lessons = Lessons()
+        self._tuner = Tuner()
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
         self._roles: tuple[Role, ...] = ()
         self._context_tokens: float | None = None
@@ -64,7 +65,7 @@ class Autoscaler:
                 self._patience.forget(role)
             return []
         facts = sound(facts)
-        there = census(facts, self._patience.in_state_s, DEADLINE_START_UPS * self._times.start_up_s)
+        there = census(facts, self._patience.in_state_s, max(self._times.start_up_s, self._times.tick_s))
         self._roles = roles_of(facts, self._roles)
         loads = loads_of(facts.classes, self._last)
         self._last.update((load.slo.name, load) for load in loads)
@@ -75,7 +76,8 @@ class Autoscaler:
         sizes = Sizing(facts, there, load, self._roles, lessons, self._evaluator).sizes()
         self.wanted = sizes.wanted
         self._patience.wanted(sizes.wanted)
-        return self._levers(facts, there, sizes).proposals()
+        tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
+        return [*tunings, *self._levers(facts, there, sizes).proposals()]
 
     def _levers(self, facts: FleetFacts, there: Census, sizes: Sizes) -> Levers:
         return Levers(

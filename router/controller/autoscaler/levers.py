@@ -87,7 +87,7 @@ class Levers:
             for lever in (self._undrain, self._flip, self._wake, self._create):
                 while self._have.of(role) < wanted and (proposal := lever(role)) is not None:
                     self._have = self._have.plus(role)
-                    self._patience.forget(role)
+                    self._patience.grew(role)
                     yield proposal
             if self._have.of(role) < wanted:
                 yield from self._make_room(role)
@@ -164,6 +164,7 @@ class Levers:
             if any(worker.role is role for worker in self._there.draining):
                 continue  # one at a time
             if (worker := self._least_busy(role)) is not None:
+                self._patience.shrank(role)
                 keep = len(self._there.standbys) < self._max_standbys
                 yield self._end(worker, f"{max(enough, wanted)} were enough for long: {self._why(role)}", keep)
 

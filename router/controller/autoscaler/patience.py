@@ -2,7 +2,8 @@
 
     grow     at once; but after a start that failed only BACKOFF_S later, then twice that, and so on
     flip     dwell_s after the pool that would give took one, or the one that would take gave one
-    shrink   to what was enough for all of shrink_after_s, none of which came before the pool last grew
+    shrink   to what was enough for all of shrink_after_s, none of which came before the pool last grew; for twice as long
+             where it had to grow again within REGRET times that, and so on: so bursts find what the last one needed
 
 Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
 """
@@ -21,6 +22,8 @@ from router.controller.autoscaler.scaler import Times
 
 MAX_STEP_TICKS = 3  # between two looks; what is longer was a pause or a jump, and nobody knows what happened in it
 BACKOFF_S = 60.0  # a start-up
+REGRET = 2.0  # times shrink_after_s: what comes again within 10 min has a rhythm worth waiting for
+MAX_REGRETS = 3  # 40 min: what comes once an hour is cheaper to miss than to wait for
 MAX_BACKOFF_S = 1_800.0  # machines that were full may have room again
 
 
@@ -29,6 +32,8 @@ class _Pool:
     wanted: deque[tuple[float, int]] = field(default_factory=deque)  # sizes that were wanted, and when
     gave_s: float = -math.inf  # when a worker was last flipped out of it
     took_s: float = -math.inf  # or into it
+    shrunk_s: float = -math.inf  # when one was last drained and not yet missed
+    num_regrets: int = 0
     num_failed_starts: int = 0  # since one succeeded
     failed_s: float = -math.inf
 
@@ -76,19 +81,35 @@ class Patience:
         for role, num in layout:
             sizes = self._pools[role].wanted
             sizes.append((self.now_s, num))
-            while len(sizes) > 1 and sizes[1][0] <= self.now_s - self._times.shrink_after_s:
+            while len(sizes) > 1 and sizes[1][0] <= self.now_s - self._hold_s(role):
                 sizes.popleft()
 
     def enough(self, role: Role) -> int | None:
-        """The size that was enough for all of shrink_after_s; None: that is not known yet."""
+        """The size that was enough for as long as it must; None: that is not known yet."""
         sizes = self._pools[role].wanted
-        if not sizes or self.now_s - sizes[0][0] < self._times.shrink_after_s:
+        if not sizes or self.now_s - sizes[0][0] < self._hold_s(role):
             return None
         return max(num for _, num in sizes)
 
     def forget(self, role: Role) -> None:
-        """What was enough is no longer known: the pool grew, or nobody saw what happened."""
+        """What was enough is no longer known."""
         self._pools[role].wanted.clear()
+
+    def grew(self, role: Role) -> None:
+        pool = self._pools[role]
+        if self.now_s - pool.shrunk_s <= REGRET * self._hold_s(role):
+            pool.num_regrets = min(MAX_REGRETS, pool.num_regrets + 1)
+            pool.shrunk_s = -math.inf  # regretted once, however many it takes back
+        self.forget(role)
+
+    def shrank(self, role: Role) -> None:
+        pool = self._pools[role]
+        went_well = math.isfinite(pool.shrunk_s) and self.now_s - pool.shrunk_s > REGRET * self._hold_s(role)
+        pool.num_regrets = max(0, pool.num_regrets - went_well)
+        pool.shrunk_s = self.now_s
+
+    def _hold_s(self, role: Role) -> float:
+        return self._times.shrink_after_s * 2.0 ** self._pools[role].num_regrets
 
     # -- flips and starts ----------------------------------------------------------------------------------------------
 
