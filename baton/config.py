@@ -135,6 +135,15 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CostConfig:
+    """What a worker's time is worth (docs/cost.md)."""
+
+    usd_per_gpu_hour: float = 0.0  # 0 = not known: GPU seconds alone are counted. Emulated GPUs bring theirs
+    gpus_per_worker: int = 1  # `baton up --emulate` fills in these two
+    time_scale: float = 1.0  # seconds here that a second of the GPUs takes
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """One front end process."""
 
@@ -183,6 +192,7 @@ class RouterConfig:
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
     batch: BatchConfig = field(default_factory=BatchConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     log_level: str = "info"
 

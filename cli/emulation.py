@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.config import ClusterConfig, KVTransferConfig
+from baton.config import ClusterConfig, CostConfig, KVTransferConfig
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.scaled_clock import slowed
@@ -42,7 +42,7 @@ def as_emulated(config: ClusterConfig, now_s: float) -> ClusterConfig:
     return replace(
         slow,
         model=named,
-        router=replace(slow.router, model=named),
+        router=replace(slow.router, model=named, cost=_cost(slow.router.cost, model)),
         kv=_small_frames(slow.kv, model.layout(config.engine.block_size), emulation.kv_scale),
         engine=replace(slow.engine, num_blocks=config.engine.num_blocks or num_blocks),
         emulation=replace(slow.emulation, origin=now_s),
@@ -59,6 +59,16 @@ def describe(config: ClusterConfig) -> str:
     return (
         f"Emulated: {model.shape.name} in {emulation.weight_dtype} on {emulation.tp} x {model.gpu.name} per worker, {clock};"
         f" {config.engine.num_blocks:,} KV blocks each, 1/{emulation.kv_scale} of their bytes moved"
+    )
+
+
+def _cost(cost: CostConfig, model: EmulatedModel) -> CostConfig:
+    """A price that an operator has set stays."""
+    return replace(
+        cost,
+        usd_per_gpu_hour=cost.usd_per_gpu_hour or model.gpu.usd_per_hour,
+        gpus_per_worker=model.config.tp,
+        time_scale=model.config.time_scale,
     )
 
 

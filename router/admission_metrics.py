@@ -11,7 +11,7 @@ from collections.abc import Callable
 from router.series import Counter, Gauge, Histogram, Registry
 from router.tenants import Tenant
 
-MAX_TENANTS = 100  # two counters and a gauge each: 300 series of one router
+MAX_TENANTS = 100  # five counters each, with those of router/cost.py: 500 series of one router
 OTHER = "other"
 # Seconds: around a pump, a window, targets.
 _WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
@@ -48,11 +48,12 @@ class AdmissionMetrics:
 
     def used(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
         """A call has ended."""
-        name = self._name(tenant)
+        name = self.name(tenant)
         self._tokens.labels(name, "prompt").inc(prompt_tokens)
         self._tokens.labels(name, "output").inc(output_tokens)
 
-    def _name(self, tenant: Tenant) -> str:
+    def name(self, tenant: Tenant) -> str:
+        """Its label."""
         if tenant.name not in self._names and len(self._names) < MAX_TENANTS:
             self._names.add(tenant.name)
         return tenant.name if tenant.name in self._names else OTHER

@@ -31,6 +31,7 @@ from baton.timings import Timings
 from router.admission import MIN_RETRY_AFTER_S, Slack, Turn
 from router.call_events import Audience, CallDone, CallEvent, ChoiceSink, Outbox, PieceSink, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.cost import Costs
 from router.detokenizer import TextStream, TokenTable
 from router.explain import brief_json
 from router.fleet import Fleet
@@ -249,6 +250,7 @@ class Calls:
         self.goodput = Goodput(time.monotonic())
         metrics.registry.add(GoodputGauges(self.goodput, time.monotonic))
         self._ledger = Ledger(slo_watch, metrics, self.goodput)
+        self.costs = Costs(config.cost, fleet, metrics.registry, metrics.admission)
         self._turns = Turns(config, fleet, metrics.admission)
         self.keys = KeyFile(config.api_keys_file)
         budget = RetryBudget(config.max_inflight)
@@ -395,6 +397,7 @@ class Calls:
             self._ledger.refused(spec.api, outcome, slo)
         else:
             self._ledger.ended(call, slo, outcome, call_s)
+            self.costs.charge(spec.tenant, call.reports)
 
     def _admit(self, spec: CallSpec, slo: SLO) -> Place:
         """What can be said before the prompt is tokenised."""

@@ -147,6 +147,7 @@ class FrontEnd:
         while True:
             try:
                 self.fleet.tick(time.monotonic())
+                self.calls.costs.look(time.monotonic())
                 await self._grpc.set_ready(not self.calls.unready_reason())
             except Exception:  # the loop of a task that nobody awaits: one bad look must not end all later ones
                 log.exception("readiness_failed")

@@ -50,6 +50,15 @@ def test_the_clock_of_the_whole_cluster_is_slowed() -> None:
     assert slow.emulation.origin == 70.0
 
 
+def test_routers_know_what_the_emulated_gpus_cost_unless_a_price_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = emulated(*LLAMA_70B, "--time-scale", "10").router.cost
+    assert cost.usd_per_gpu_hour == pytest.approx(31.92 / 8)
+    assert (cost.gpus_per_worker, cost.time_scale) == (4, 10.0)
+    monkeypatch.setenv("BATON__ROUTER__COST__USD_PER_GPU_HOUR", "2.5")
+    assert emulated(*LLAMA_70B).router.cost.usd_per_gpu_hour == 2.5
+    assert parsed().router.cost.usd_per_gpu_hour == 2.5
+
+
 def test_frames_are_as_small_as_the_payload_so_that_senders_take_turns() -> None:
     config = emulated(*LLAMA_70B)
     assert config.kv.mode == "staged"
