@@ -22,6 +22,7 @@ from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
+from router.controller.arrivals import TICK_S
 from router.controller.autoscaler.facts import Tuning
 from router.controller.control_store import ControlStore
 from router.controller.decisions import Decision, LoggedDecision
@@ -31,6 +32,7 @@ from router.controller.fleet_store import FleetStore
 from router.controller.in_force import InForce
 from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
+from router.controller.rate_store import RateStore
 from router.controller.slo_store import SLOSet
 from router.controller.step_samples import totals_of
 from router.controller.versioned import Revision
@@ -64,8 +66,10 @@ class Controller:
         fleets: FleetStore | None = None,
         trust: PeerTrust = PLAIN,
         emulation: EmulationConfig | None = None,
+        rates: RateStore | None = None,
     ) -> None:
-        """`fleets`: where the fleet outlives this process; what it holds is taken over. `emulation`: of the workers, if any."""
+        """`fleets`, `rates`: where the fleet, and what is known of traffic, outlive this process; what they hold is taken over.
+        `emulation`: of the workers, if any."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved)
         self.in_force = InForce(store, self._wake)
@@ -83,12 +87,15 @@ class Controller:
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
         self.questions = Questions()
-        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic())
+        known = rates.load() if rates else None
+        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic(), known, time.time())
         self._nonsense: set[str] = set()  # routers whose last report was refused in part
         self._tasks = [
             asyncio.create_task(self.in_force.follow(), name="follow the store"),
             asyncio.create_task(self._measure(), name="measure"),
         ]
+        if rates:
+            self._tasks.append(asyncio.create_task(self._save_rates(rates), name="save rates"))
         if fleets:
             self._tasks.append(asyncio.create_task(self._save_changes(fleets), name="save fleet"))
         for member in saved.members:
@@ -373,6 +380,15 @@ class Controller:
                 await asyncio.to_thread(fleets.save, self.fleet.saved())
             else:
                 await changed.wait()
+
+    async def _save_rates(self, rates: RateStore) -> None:
+        """For ever. What cannot be written is lost with this process."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await asyncio.to_thread(rates.save, self.measures.saved(time.time()))
+            except OSError as error:
+                log.warning("rates_not_saved", reason=str(error))
 
     async def _measure(self) -> None:
         """For ever: take what each worker's steps came to, and let time pass where no router reports."""

@@ -10,17 +10,20 @@ Instants come in, on one clock that never goes back.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from baton.config import EmulationConfig
 from engine.timing.step_time import step_time
 from router.controller.arrivals import TICK_S, Forecast, Forecaster
 from router.controller.observer import FleetView, Observer
+from router.controller.rate_store import SavedRates
 from router.controller.step_model import StepModel, Terms, terms_of
 from router.controller.step_samples import StepSamples, StepTotals
 from router.windows import RouterWindows
 
 SILENT_TICKS = 360  # an hour; a class that had no call for so long is forgotten, and begins anew
+SAVED_TICKS = 360  # an hour: filters are compared over ten minutes, levels follow within one
 MAX_CATCH_UP = 360  # ticks after a pause of this process: an hour without data leaves nothing of a forecast anyway
 
 
@@ -42,15 +45,18 @@ def roofline_of(emulation: EmulationConfig) -> Terms:
 class Measures:
     """Of one fleet."""
 
-    def __init__(self, roofline: Terms, now_s: float) -> None:
+    def __init__(self, roofline: Terms, now_s: float, saved: SavedRates | None = None, now_unix_s: float = 0.0) -> None:
         """`roofline`: where the models of all roles begin. Only its proportions count: how fast the workers really are is
-        learned first (step_model.py)."""
+        learned first (step_model.py). `saved`: what an earlier controller heard; since then there is no data."""
         self.steps: dict[str, StepModel] = {}  # by role
         self._roofline = roofline
         self._observer = Observer()
         self._samples = StepSamples()
         self._forecasters: dict[str, Forecaster] = {}
+        self._ticks: dict[str, deque[float | None]] = {}  # what the forecasters were told
         self._tick_s = now_s  # when the current one began
+        if saved is not None:
+            self._remember(saved, now_unix_s)
 
     def heard(self, router_id: str, windows: RouterWindows, now_s: float) -> None:
         self.advance(now_s)
@@ -75,12 +81,24 @@ class Measures:
 
     def _close_tick(self, has_data: bool) -> None:
         arrived = self._observer.take_arrivals()
-        for name in arrived.keys() - self._forecasters.keys():
-            self._forecasters[name] = Forecaster()
-        for name, forecaster in list(self._forecasters.items()):
-            forecaster.observe(arrived[name] / TICK_S if has_data else None)
-            if forecaster.silent_ticks >= SILENT_TICKS:
-                del self._forecasters[name]
+        for name in arrived.keys() | self._forecasters.keys():
+            self._tell(name, arrived[name] / TICK_S if has_data else None)
+            if self._forecasters[name].silent_ticks >= SILENT_TICKS:
+                del self._forecasters[name], self._ticks[name]
+
+    def _tell(self, name: str, rate: float | None) -> None:
+        self._forecasters.setdefault(name, Forecaster()).observe(rate)
+        self._ticks.setdefault(name, deque(maxlen=SAVED_TICKS)).append(rate)
+
+    def saved(self, now_unix_s: float) -> SavedRates:
+        """What a successor needs to forecast alike."""
+        return SavedRates(now_unix_s, {name: tuple(ticks) for name, ticks in self._ticks.items()})
+
+    def _remember(self, saved: SavedRates, now_unix_s: float) -> None:
+        missed_s = min(max(0.0, now_unix_s - saved.at_unix_s), MAX_CATCH_UP * TICK_S)  # wall clocks jump
+        for name, ticks in saved.ticks.items():
+            for rate in (*ticks[-SAVED_TICKS:], *[None] * round(missed_s / TICK_S)):
+                self._tell(name, rate)
 
     def view(self, now_s: float) -> FleetView:
         return self._observer.view(now_s)

@@ -116,13 +116,16 @@ class Rig:
         self.registry = Registry()
         self.levers = Levers(controller, machines, gpus_per_worker=1, waits=Waits(resumed_s=0.0))
         times = Times(tick_s=tick_s)
-        live_times = LiveTimes(times)
+        self.live_times = LiveTimes(times)
+        self.facts = LiveFacts(
+            controller, ClusterConfig(), machines, shape_of, lambda: self.live_times.times.start_up_s, 0.0
+        )
         self.loop = AutoscaleLoop(
             controller,
             self.levers,
-            LiveFacts(controller, ClusterConfig(), machines, shape_of, lambda: live_times.times.start_up_s, 0.0),
+            self.facts,
             self.scaler,
-            live_times,
+            self.live_times,
             Lease(SQLite(folder / "slo.sqlite"), "autoscaler", holder),
             self.registry,
             look_s=0.05,
