@@ -202,7 +202,8 @@ class BatchRun:
 
 
 def _with_counts(counts: Counts, batch: Batch) -> Batch:
-    return replace(batch, counts=counts)
+    """A renewal that the database does behind the batch's end leaves the last counts alone."""
+    return replace(batch, counts=counts) if batch.is_open else batch
 
 
 def _enter(batch: Batch, status: Status, now_unix_s: float, counts: Counts) -> Batch:

@@ -7,10 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -22,8 +24,11 @@ from baton.config_load import to_json
 from baton.errors import WorkerLost
 from baton.model_files import ModelFiles
 from router.batch import records
+from router.batch.records import Batch as Row
+from router.batch.records import FileInfo
+from router.batch.store import BatchStore, Lease
 from tests.router.batch.batch_rig import batch_rig, ended, line, outcomes, send
-from tests.router.router_rig import running_rig, until
+from tests.router.router_rig import POLL_S, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
 
 LINES = [line(f"l{i}", max_tokens=1 if i % 2 else 4) for i in range(12)]  # every other one ends on prefill
@@ -188,6 +193,46 @@ async def test_a_batch_that_is_late_ends_as_expired_with_what_was_done(
         errors = await outcomes(client, batch.error_file_id)
         assert errors.keys() == IDS - ODD
         assert {row["error"]["code"] for row in errors.values()} == {"batch_expired"}
+        await rig.idle()
+
+
+async def test_a_renewal_that_the_database_does_behind_the_end_changes_no_count(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began before the batch was finished, and had to wait for the database."""
+    change, finish = BatchStore.change, BatchStore.finish
+    is_cancelling, is_waiting, is_finished, is_renewed = (threading.Event() for _ in range(4))
+
+    def late_change(store: BatchStore, lease: Lease, until_s: float, step: Callable[[Row], Row]) -> Row:
+        is_renewal = isinstance(step, partial) and is_cancelling.is_set()
+        if is_renewal:
+            is_waiting.set()
+            assert is_finished.wait(POLL_S)
+        batch = change(store, lease, until_s, step)
+        if batch.status is records.Status.CANCELLING:
+            is_cancelling.set()
+        if is_renewal:
+            is_renewed.set()
+        return batch
+
+    def finish_behind(store: BatchStore, lease: Lease, outputs: Sequence[FileInfo], step: Callable[[Row], Row]) -> Row:
+        assert is_waiting.wait(POLL_S)
+        batch = finish(store, lease, outputs, step)
+        is_finished.set()
+        return batch
+
+    monkeypatch.setattr(BatchStore, "change", late_change)
+    monkeypatch.setattr(BatchStore, "finish", finish_behind)
+    async with batch_rig(files, tmp_path) as (rig, client):
+        rig.decode.script.decode_gate.clear()
+        batch = await send(client, [line("short", max_tokens=1), *(line(f"long{i}") for i in range(3))])
+        await progress(client, batch, 1)
+        await client.batches.cancel(batch.id)
+        assert await asyncio.to_thread(is_renewed.wait, POLL_S)
+        after = await ended(client, batch.id)
+        assert after.status == "cancelled"
+        assert after.request_counts is not None
+        assert after.request_counts.model_dump() == {"total": 4, "completed": 1, "failed": 3}
         await rig.idle()
 
 
