@@ -2,7 +2,7 @@
 
     python -m bench.live_control [--json PATH] [--quick]
 
-2 prefill and 2 decode workers of 70B on 4 H100 each, `baton up --autoscale`, at a tenth of their speed. Calls come at random
+2 prefill and 2 decode workers of 70B on 4 H100 each, `baton up --autoscale`, at a twentieth of their speed. Calls come at random
 (Poisson): long prompts with short answers, then short prompts with long answers and more of them, then the first mix again. In
 the middle of the second mix the controller is killed, later a decode worker. Every answer is compared with the one it must be
 (engine/emulated_runner.py): a call is lost if it ends in an error, or with a token too few, too many or another. Seconds are this
@@ -36,11 +36,11 @@ from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.cluster import POLL_S, READY_TIMEOUT_S, Cluster, Layout, running
 from engine.emulated_runner import emulated_answer
 
-EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=10.0)
-LAYOUT = Layout("2 + 2", prefill=2, decode=2, sheds=True)
+EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=20.0)
+LAYOUT = Layout("2 + 2", prefill=2, decode=2)  # nobody is turned away: each call has to come to its end
 MAX_GPUS = 28  # 7 workers: two cores carry no more truthfully at this scale
 MAX_NUM_SEQS = 16  # of a decode worker, so that few streams fill it: a router's tokens are the CPU's, not the GPUs'
-TICK_S, DWELL_S, SHRINK_S = 5.0, 20.0, 60.0  # of the autoscaler, on this machine's clock
+TICK_S, DWELL_S, SHRINK_S = 5.0, 20.0, 120.0  # of the autoscaler, on this machine's clock
 CALL_TIMEOUT_S = 600.0
 SAMPLE_S = 2.0
 MODEL = "smollm2"  # lends its tokenizer
@@ -58,10 +58,10 @@ class Phase:
     kill: tuple[tuple[float, str], ...] = ()  # seconds into it: "controller", or "worker"
 
 
-PROMPTS = Phase("long prompts", 90.0, 0.9, 3_000, 16)
-ANSWERS = Phase("long answers", 150.0, 3.2, 200, 150, ((60.0, "controller"), (100.0, "worker")))
+PROMPTS = Phase("long prompts", 90.0, 0.45, 3_000, 16)
+ANSWERS = Phase("long answers", 150.0, 1.6, 200, 150, ((60.0, "controller"), (100.0, "worker")))
 FULL = (PROMPTS, ANSWERS, PROMPTS)
-QUICK = (Phase("long answers", 40.0, 2.5, 200, 100, ((20.0, "controller"),)),)
+QUICK = (Phase("long answers", 40.0, 1.25, 200, 100, ((20.0, "controller"),)),)
 
 
 @dataclass(slots=True)
