@@ -40,6 +40,15 @@ def test_it_prints_a_table_and_writes_one_document(capsys: pytest.CaptureFixture
     assert run["gpu_hours"] == pytest.approx(2 * run["run_s"] / 3_600)
 
 
+def test_decode_workers_may_be_given_other_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mixed.json"
+    assert sim(*PAIR, "--decode-gpu", "h200", "--decode-tp", "2", "--json", str(path)) == 0
+    assert "1 prefill + 1 decode x 1 h100, decode on 2 h200" in capsys.readouterr().out
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["gpus"] == 3
+    assert run["usd"] == pytest.approx(run["run_s"] / 3_600 * (3.99 + 2 * 4.99), rel=1e-6)
+
+
 def test_the_same_seed_gives_the_same_document_and_another_one_does_not(tmp_path: Path) -> None:
     def outcome(name: str, *words: str) -> object:
         assert sim("--json", str(tmp_path / name), *words) == 0
