@@ -21,6 +21,7 @@ from router.controller.settings import Budget
 
 ENOUGH = 0.005  # of the weighted calls that may miss beyond what percentiles allow, before more is paid for
 GAIN = 0.01  # of them, that a flip must gain where both pools are short: less is within the model's error
+LEAST_GAIN = 0.1  # of what the workers there gain on average: where one more brings less, size is not what is missing
 MAX_MOVES = 4_096  # more than any search takes: each move adds or takes one worker
 
 
@@ -32,7 +33,8 @@ class Search:
     scene: Scene
     budget: Budget
     roles: tuple[Role, ...]  # that the fleet has
-    least: Layout  # below which no pool goes
+    least: Layout  # below which no pool goes unless the budget asks for it
+    floor: Layout  # nor then
     _values: dict[Layout, float] = field(default_factory=dict)
 
     def best(self, start: Layout) -> Layout:
@@ -61,9 +63,6 @@ class Search:
             )
         return self._values[layout]
 
-    def usd_per_hour(self, layout: Layout) -> float:
-        return sum(num * self._usd(role) for role, num in layout)
-
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def _better(self, layout: Layout) -> Layout | None:
@@ -77,18 +76,22 @@ class Search:
             return flip
         adds = [(other, self.value(other) - value, self._usd(role)) for role, other in self._adds(layout)]
         other, gain, _ = max(adds, key=lambda move: move[1] / move[2], default=(layout, 0.0, 1.0))
-        return other if gain > 1e-9 * self._asked() else None
+        return other if gain > LEAST_GAIN * value / max(1, sum(num for _, num in layout)) else None
 
     def _cheaper(self, layout: Layout) -> Layout | None:
         """The neighbour that saves most and costs nothing that matters."""
         value = self.value(layout)
         least = min(value, (1 - ENOUGH) * self._asked())
-        fewer = [(other, self._usd(role)) for role, other in self._removals(layout) if self.value(other) >= least]
+        fewer = [
+            (other, self._usd(role)) for role, other in self._removals(layout, self.least) if self.value(other) >= least
+        ]
         return max(fewer, key=lambda move: (move[1], self.value(move[0])), default=(None, 0.0))[0]
 
     def _within_budget(self, layout: Layout) -> Layout:
         while self.budget.max_gpus is not None and self._gpus(layout) > self.budget.max_gpus:
-            removals = [(other, self.value(other), self._usd(role)) for role, other in self._removals(layout)]
+            removals = [
+                (other, self.value(other), self._usd(role)) for role, other in self._removals(layout, self.floor)
+            ]
             if not removals:
                 break
             value = self.value(layout)
@@ -102,13 +105,14 @@ class Search:
             if fits and (most is None or layout.of(role) < most):
                 yield role, other
 
-    def _removals(self, layout: Layout) -> Iterator[tuple[Role, Layout]]:
+    def _removals(self, layout: Layout, least: Layout) -> Iterator[tuple[Role, Layout]]:
         for role in self.roles:
-            if layout.of(role) > max(self.least.of(role), bounds_of(self.budget, role).min_workers):
+            if layout.of(role) > max(least.of(role), bounds_of(self.budget, role).min_workers):
                 yield role, layout.plus(role, -1)
 
     def _flips(self, layout: Layout) -> Iterator[Layout]:
-        kinds, removals = self.scene.kinds, dict(self._removals(layout))
+        kinds, can_grow = self.scene.kinds, any(True for _ in self._adds(layout))
+        removals = dict(self._removals(layout, self.least if can_grow else self.floor))
         for giver, taker in permutations(PAIR):
             most = bounds_of(self.budget, taker).max_workers
             is_of_a_shape = giver in kinds and taker in kinds and kinds[giver].shape == kinds[taker].shape

@@ -104,7 +104,14 @@ class Sizing:
             start = start.plus(role, max(size, least.of(role)))
         scene = Scene(self._kinds, load, self._waiting_tokens())
         budget = replace(self._facts.budget, max_gpus=self._max_gpus())
-        return Search(self._evaluator, scene, budget, self._roles, least).best(start)
+        floor = Layout() if self._is_mixed or not self._calls else self._one_each()
+        return Search(self._evaluator, scene, budget, self._roles, least, floor).best(start)
+
+    def _one_each(self) -> Layout:
+        layout = Layout()
+        for role in self._roles:
+            layout = layout.plus(role)
+        return layout
 
     @property
     def _is_mixed(self) -> bool:

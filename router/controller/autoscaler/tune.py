@@ -54,7 +54,7 @@ class Pace:
 
 
 def best(kind: Kind, load: Load, num_workers: int, slack: float = 1.0, *, local_prefill: bool = False) -> Tuning:
-    """For each of so many workers that share the load; `slack`: of the pace, learned; `local_prefill`: decode does prompts too."""
+    """For each of the workers that share the load; `slack` of the pace: learned; `local_prefill`: decode does prompts, too."""
     if kind.role is Role.PREFILL:
         return _for_prompts(kind, load)
     paces = [Pace(c, slack * _pace_s(c)) for c in load.classes]

@@ -25,11 +25,13 @@ from router.controller.autoscaler.acts import (
 )
 from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, State, WorkerFacts, WorkerLoad
 from router.controller.autoscaler.layouts import kinds_of
+from router.controller.autoscaler.need import Kind
 from router.controller.autoscaler.scaler import Scaler, Times
-from router.controller.autoscaler.traffic import loads_of, sizing
+from router.controller.autoscaler.traffic import Load, loads_of, sizing
 from router.controller.settings import Budget
-from tests.controller.autoscaler.fleets import AT_LEAST_ONE, facts, worker
+from tests.controller.autoscaler.fleets import AT_LEAST_ONE, MOST, TERMS, facts, worker
 
+PREFILL = Kind(Role.PREFILL, TERMS, MOST, 200_000)
 DRAIN_S = 20.0  # what runs ends meanwhile
 
 
@@ -69,29 +71,26 @@ class Fluid:
     def facts(self) -> FleetFacts:
         now = facts(self.workers, *self.traffic(self.now_s), now_s=self.now_s, budget=self.budget)
         free = None if self.machines is None else self.machines - sum(w.num_gpus for w in self.workers)
-        now = replace(now, queued_tokens=int(self.queued_tokens), spare_gpus=free)
-        return replace(now, workers=tuple(replace(w, load=self._load(now, w)) for w in self.workers))
-
-    def _load(self, now: FleetFacts, of: WorkerFacts) -> WorkerLoad | None:
-        """Decode's batch as Little's law has it, as far as memory goes."""
-        if of.state is not State.READY:
-            return None
         load, kinds = sizing(loads_of(now.classes, {})), kinds_of(now)
-        if of.role is Role.PREFILL or not load.classes:
+        says = {role: self._load(load, kinds[role]) for role in kinds if self.ready(role)}
+        ready = tuple(replace(w, load=says[w.role]) if w.state is State.READY else w for w in self.workers)
+        return replace(now, queued_tokens=int(self.queued_tokens), spare_gpus=free, workers=ready)
+
+    def _load(self, load: Load, kind: Kind) -> WorkerLoad:
+        """Of each ready worker. Decode's batch as Little's law has it, as far as memory goes."""
+        if kind.role is Role.PREFILL or not load.classes:
             return WorkerLoad(self.now_s, 0, 0, 0, 0.01, 0)
-        kind = kinds[of.role]
         most, _ = need.most_seqs(kind, load)
-        batch = min(most, need.steady_batch(kind, load, load.outputs_per_s / self.ready(of.role)))
+        batch = min(most, need.steady_batch(kind, load, load.outputs_per_s / self.ready(kind.role)))
         return WorkerLoad(self.now_s, round(batch), 0, round(batch * load.context_tokens), 0.01, 0)
 
     def _progress(self) -> None:
         """What is under way comes true; prompts are computed."""
         self.workers = tuple(up for w in self.workers if (up := self._later(w)) is not None)
-        now = self.facts()
-        load, kinds = sizing(loads_of(now.classes, {})), kinds_of(now)
-        if not load.classes or Role.PREFILL not in kinds:
+        load = sizing(loads_of(self.traffic(self.now_s), {}))
+        if not load.classes or self.ready(Role.BOTH):
             return
-        s_per_token = need.prefill_busy(kinds[Role.PREFILL], load) / load.lacking_per_s
+        s_per_token = need.prefill_busy(PREFILL, load) / load.lacking_per_s
         done = self.ready(Role.PREFILL) * self.times.tick_s / s_per_token
         self.queued_tokens = max(0.0, self.queued_tokens + load.lacking_per_s * self.times.tick_s - done)
 

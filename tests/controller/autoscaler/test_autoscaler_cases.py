@@ -87,7 +87,7 @@ def decisions(spoil: str | None, used_share: float = 0.8) -> list[list[Proposal]
     """Of an hour of four workers, one of which says nothing (None) or nonsense."""
     scaler = Autoscaler()
     found: list[list[Proposal]] = []
-    for tick in range(60):
+    for tick in range(40):
         now = holding(4, used_share, 10.0 * tick)
         *others, bad = now.workers
         assert bad.load is not None

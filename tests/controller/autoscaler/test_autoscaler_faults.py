@@ -1,0 +1,221 @@
+"""Clocks jump, routers go away, workers do not come: nothing is done in haste, and nothing stays stuck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.request import Role
+from baton.slo import SLO
+from router.controller.autoscaler.acts import Create, Drain, Flip, GiveUp, Undrain, Wake
+from router.controller.autoscaler.autoscaler import Autoscaler, Times
+from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, WorkerLoad
+from router.controller.settings import Budget, PoolBounds
+from tests.controller.autoscaler.fleets import AT_LEAST_ONE, MOST, TO_ZERO, chat, facts, fleet, worker
+from tests.controller.autoscaler.fluid import Fluid
+
+TIMES = Times()
+
+
+def test_without_routers_nothing_changes_and_nothing_is_made_up_for_afterwards() -> None:
+    def told(now: FleetFacts) -> FleetFacts:
+        away = 200.0 <= now.now_s < 900.0
+        unknown = tuple(replace(c, rate=None, coming_rate=None) for c in now.classes)
+        return replace(now, missing_s=now.now_s - 200.0, classes=unknown) if away else now
+
+    fluid = Fluid(Autoscaler(TIMES), fleet(6, 6), lambda _: [chat(20.0)], change=told)
+    fluid.run(119)
+    assert not fluid.acts  # up to 1,190 s: five minutes from 900 s on are not over
+    fluid.run(10)
+    assert set(fluid.counts()) == {"Drain"}
+
+
+@pytest.mark.parametrize("jump_s", [-3_600.0, 3_600.0, 1e9])
+def test_a_clock_that_jumps_neither_grows_nor_shrinks_nor_gives_up(jump_s: float) -> None:
+    def told(now: FleetFacts) -> FleetFacts:
+        return replace(now, now_s=now.now_s + (jump_s if now.now_s > 100.0 else 0.0))
+
+    pending = worker("late", Role.DECODE, State.PENDING, since_s=95.0)
+    fluid = Fluid(Autoscaler(TIMES), (*fleet(3, 3), pending), lambda _: [chat(100.0)], change=told)
+    fluid.run(12)
+    assert not fluid.acts
+
+
+def test_who_is_pending_for_too_long_is_replaced_then_given_up_and_starts_are_tried_less_and_less_often() -> None:
+    class NeverUp(Fluid):
+        def _later(self, of):  # type: ignore[no-untyped-def]
+            return of if of.state is State.PENDING else super()._later(of)
+
+    fluid = NeverUp(
+        Autoscaler(TIMES), fleet(1, 1), lambda _: [chat(60.0)], budget=Budget(4, PoolBounds(1), PoolBounds(1))
+    )
+    fluid.run(360)
+    assert fluid.counts()["GiveUp"] >= 2
+    assert len(fluid.times_of(Create)) < 14  # an hour: not one each minute
+    assert len(fluid.workers) <= 4
+
+
+def test_a_failed_worker_is_waited_for_and_then_replaced() -> None:
+    lost = (*fleet(1, 2), worker("gone", Role.DECODE, State.FAILED))
+    fluid = Fluid(Autoscaler(TIMES), lost, lambda _: [chat(200.0, 100.0, 400.0)])
+    fluid.run(5)
+    assert not fluid.times_of(Create)
+    fluid.run(30)
+    assert fluid.ready(Role.DECODE) >= 3
+    assert GiveUp("gone") in [proposal.act for _, proposal in fluid.acts]
+
+
+def test_a_worker_that_failed_for_good_and_is_not_needed_is_given_up() -> None:
+    fluid = Fluid(Autoscaler(TIMES), (*fleet(2, 2), worker("gone", Role.DECODE, State.FAILED)), lambda _: [chat(5.0)])
+    fluid.run(40)
+    assert "gone" not in {w.worker_id for w in fluid.workers}
+
+
+def test_a_budget_below_the_present_size_is_obeyed_at_once() -> None:
+    budget = Budget(4, PoolBounds(1), PoolBounds(1))
+    fluid = Fluid(Autoscaler(TIMES), fleet(4, 4), lambda _: [chat(100.0)], budget=budget)
+    fluid.run(1)
+    assert fluid.counts() == {"Drain": 4}
+    fluid.run(10)
+    assert len(fluid.workers) == 4
+    assert fluid.ready(Role.PREFILL) >= 1
+    assert fluid.ready(Role.DECODE) >= 1
+    assert not fluid.times_of(Create)
+
+
+def test_machines_without_room_are_not_asked() -> None:
+    fluid = Fluid(Autoscaler(TIMES), fleet(1, 1), lambda _: [chat(300.0)], machines=3)
+    fluid.run(30)
+    assert len(fluid.workers) == 3
+
+
+def test_a_pool_goes_to_zero_only_where_it_may_and_wakes_at_once_when_calls_wait() -> None:
+    def quiet(at_s: float) -> float:
+        return 20.0 if at_s < 600 else 0.0
+
+    kept = Fluid(Autoscaler(TIMES), fleet(2, 2), lambda at_s: [chat(quiet(at_s))])
+    kept.run(200)
+    assert (kept.ready(Role.PREFILL), kept.ready(Role.DECODE)) == (1, 1)
+
+    blueprints = {role: Blueprint("h100", 1, 200_000, MOST) for role in Role}
+    gone = Fluid(
+        Autoscaler(TIMES),
+        fleet(2, 2),
+        lambda at_s: [chat(quiet(at_s))],
+        budget=TO_ZERO,
+        change=lambda now: replace(now, blueprints=blueprints),
+    )
+    gone.run(200)
+    assert not gone.workers
+    gone.queued_tokens = 1_000.0  # lengths and rates are not known yet
+    gone.run(1)
+    assert sorted(w.role for w in gone.workers) == [Role.PREFILL, Role.DECODE]
+    assert {w.state for w in gone.workers} == {State.PENDING}
+
+
+def test_a_colocated_fleet_follows_its_load_too() -> None:
+    fluid = Fluid(Autoscaler(TIMES), fleet(both=1), lambda at_s: [chat(200.0 if at_s < 900 else 10.0)])
+    fluid.budget = Budget(both=PoolBounds(1))
+    fluid.run(60)
+    grown = fluid.ready(Role.BOTH)
+    assert grown > 3
+    assert not fluid.ready(Role.PREFILL) + fluid.ready(Role.DECODE)
+    fluid.run(120)
+    assert fluid.ready(Role.BOTH) == 1
+
+
+def test_who_drains_is_taken_back_before_anybody_is_created() -> None:
+    leaving = worker("leaving", Role.PREFILL, State.DRAINING)
+    proposals = Autoscaler(TIMES).look(facts((*fleet(1, 2), leaving), chat(75.0)))
+    assert [proposal.act for proposal in proposals] == [Undrain("leaving")]
+
+
+def test_a_standby_is_woken_before_anybody_is_created_and_ended_when_nobody_needs_it() -> None:
+    standby = worker("warm", Role.PREFILL, State.STANDBY)
+    proposals = Autoscaler(TIMES).look(facts((*fleet(1, 2), standby), chat(75.0)))
+    assert [proposal.act for proposal in proposals] == [Wake("warm", Role.PREFILL)]
+    fluid = Fluid(Autoscaler(TIMES), (*fleet(1, 1), standby), lambda _: [chat(5.0)])
+    fluid.run(40)
+    assert [proposal.act for _, proposal in fluid.acts] == [GiveUp("warm")]
+
+
+def test_a_worker_is_kept_warm_where_that_is_wanted() -> None:
+    fluid = Fluid(Autoscaler(TIMES, max_standbys=1), fleet(1, 2), lambda _: [chat(5.0)])
+    fluid.run(32)
+    assert [proposal.act for _, proposal in fluid.acts] == [Drain("decode-0", keep_standby=True)]
+
+
+def test_a_flip_takes_the_least_busy_worker_of_a_pool_that_survives_without_it() -> None:
+    fluid = Fluid(Autoscaler(TIMES), fleet(2, 6), lambda at_s: [chat(60.0 if at_s < 100 else 150.0, 1_000.0, 4.0)])
+    fluid.run(40)
+    assert fluid.counts()["Flip"] >= 1
+    assert not fluid.times_of(Create)
+
+
+def test_no_pool_gives_what_it_needs_itself() -> None:
+    both_short = Fluid(
+        Autoscaler(TIMES), fleet(1, 1), lambda _: [chat(200.0)], budget=Budget(2, PoolBounds(1), PoolBounds(1))
+    )
+    both_short.run(60)
+    assert not both_short.acts
+
+
+def test_workers_of_another_shape_do_not_flip_but_make_room_in_a_full_budget() -> None:
+    decode = tuple(replace(w, shape="h200") for w in fleet(0, 5))
+    budget = Budget(6, PoolBounds(1), PoolBounds(1))
+    fluid = Fluid(Autoscaler(TIMES), (*fleet(1, 0), *decode), lambda _: [chat(100.0, 1_000.0, 4.0)], budget=budget)
+    fluid.run(60)
+    assert not fluid.times_of(Flip)
+    assert fluid.ready(Role.PREFILL) > 1
+    assert len(fluid.workers) <= 6
+
+
+def test_contradictory_classes_neither_stop_nor_drive_sizes_without_end() -> None:
+    impossible = chat(5.0, slo=SLO("never", ttft_ms=1.0, tpot_ms=0.5), num_judged=150.0, num_missed_ttft=150.0)
+    bulk = chat(50.0, slo=SLO("bulk", ttft_ms=60_000.0, tpot_ms=1_000.0, priority=-10))
+    fluid = Fluid(Autoscaler(TIMES), fleet(2, 2), lambda _: [chat(30.0), impossible, bulk])
+    fluid.run(200)
+    assert fluid.ready(Role.PREFILL) <= 3
+    assert fluid.ready(Role.DECODE) <= 3
+
+
+def test_background_classes_ask_for_no_worker_until_they_miss_their_own_targets() -> None:
+    slo = SLO("batch", ttft_ms=60_000.0, tpot_ms=1_000.0, priority=-10)
+    slack = Fluid(Autoscaler(TIMES), fleet(1, 1), lambda _: [chat(10.0), chat(200.0, slo=slo)])
+    slack.run(30)
+    assert not slack.acts
+    missed = Fluid(
+        Autoscaler(TIMES),
+        fleet(1, 1),
+        lambda _: [chat(10.0), chat(200.0, slo=slo, num_judged=400.0, num_missed_ttft=300.0)],
+    )
+    missed.run(30)
+    assert missed.ready(Role.PREFILL) > 1
+
+
+def test_every_proposal_says_why_and_from_what() -> None:
+    fluid = Fluid(Autoscaler(TIMES), fleet(1, 3), lambda at_s: [chat(100.0 if at_s < 300 else 5.0)])
+    fluid.run(120)
+    sized = [proposal for _, proposal in fluid.acts if isinstance(proposal.act, Create | Drain | Flip)]
+    assert {type(proposal.act) for proposal in sized} >= {Create, Drain}
+    for proposal in sized:
+        assert "calls/s keep" in proposal.reason
+        assert {
+            "rate_per_s",
+            "prefill_busy_workers",
+            "decode_step_ms",
+            "decode_wanted",
+            "max_gpus",
+        } <= proposal.inputs.keys()
+
+
+def test_an_old_load_report_does_not_hold_a_pool_up() -> None:
+    full = WorkerLoad(0.0, 250, 0, 200_000, 0.01, 0)
+
+    def told(now: FleetFacts) -> FleetFacts:
+        return replace(now, workers=tuple(replace(w, load=full) for w in now.workers))
+
+    fluid = Fluid(Autoscaler(TIMES), fleet(1, 3), lambda _: [chat(5.0)], change=told, budget=AT_LEAST_ONE)
+    fluid.run(60)
+    assert fluid.ready(Role.DECODE) == 1
