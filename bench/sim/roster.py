@@ -40,6 +40,8 @@ class Known:
         self._table = table
         self._is_changed = True
         self._used_tokens = 0  # reported
+        self._loaded: tuple[int, ...] = ()
+        self._load: WorkerLoad | None = None  # of those numbers
         self._fact = self._snapshot({}, 0.0)
 
     def put(self, links: dict[str, LinkView], token_bytes: float) -> None:
@@ -48,7 +50,7 @@ class Known:
         last_chosen = int(self._table.last_chosen[self.row]) if is_listed else 0
         self._fact = self._snapshot(links, token_bytes)
         self._table.put(self.row, replace(self._fact, last_chosen=last_chosen))
-        self._is_changed = True
+        self._is_changed, self._load = True, None
 
     def leave(self) -> None:
         self._table.clear(self.row)
@@ -66,6 +68,14 @@ class Known:
             follow.apply(self.generation, *cache.take_delta(), reset=False)
 
     def load(self) -> WorkerLoad:
+        """As of the last report; the one before where nothing has changed."""
+        ledger = self.ledger
+        numbers = (ledger.waiting_tokens, ledger.num_running, ledger.used_tokens, self._used_tokens)
+        if numbers != self._loaded or self._load is None:
+            self._loaded, self._load = numbers, self._new_load()
+        return self._load
+
+    def _new_load(self) -> WorkerLoad:
         ledger, worker, fact = self.ledger, self.worker, self._fact
         return WorkerLoad(
             worker_id=worker.worker_id,

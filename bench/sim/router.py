@@ -82,6 +82,7 @@ class SimRouter:
         self._pump_s = bounds.window_s / 2 if bounds is not None else PUMP_S
         self.roster = Roster(token_bytes=token_bytes, caches=caches)
         self.local_prefill_tokens = local_prefill_tokens
+        self.itl_p99_ms = 0.0  # the tightest of all classes in force; 0: none limits it
         self._caches = caches
         self._most_tokens = most_tokens
         self._watcher = watcher

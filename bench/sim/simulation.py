@@ -39,6 +39,11 @@ class Mix:
     classes: tuple[SLO, ...] = (INTERACTIVE,)
     shares: tuple[float, ...] = (1.0,)
 
+    @property
+    def itl_p99_ms(self) -> float:
+        """The tightest; 0: no class limits it."""
+        return min((slo.itl_p99_ms for slo in self.classes if slo.itl_p99_ms is not None), default=0.0)
+
     def draw(self, rng: random.Random) -> SLO:
         return self.classes[0] if len(self.classes) == 1 else rng.choices(self.classes, self.shares)[0]
 
@@ -129,6 +134,7 @@ class Simulation:
             most_tokens=_most_tokens(deployment),
             watcher=self,
         )
+        self.router.itl_p99_ms = self.mix.itl_p99_ms
         self.fleet = Fleet(deployment, self.router, self, delays=delays or Delays(), seed=seed, fast=fast)
 
     @property
@@ -163,6 +169,7 @@ class Simulation:
     def set_slo(self, slo: SLO) -> None:
         """Other targets of one class, for the calls that come from now on. Raises: InvalidRequest: there is no such class."""
         self.mix = self.mix.with_class(slo)
+        self.router.itl_p99_ms = self.mix.itl_p99_ms
         self._measures[slo.name].slo = slo
 
     # What the router says of calls
