@@ -25,7 +25,7 @@ from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, LocalPrefill, Tune, Undrain, Wake
 from router.controller.controller import Controller
 from router.controller.decisions import Decision
-from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, AfterDrain, Member
+from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, AfterDrain, Member
 from router.controller.pool_scaler import PoolScaler
 from router.controller.settings import Budget
 
@@ -118,14 +118,10 @@ class Levers:
         return member
 
     def _leaves(self, member: Member, budget: Budget) -> None:
-        """Raises: InvalidRequest: its pool would be smaller than it may be."""
+        """Raises: InvalidRequest: fewer would serve than have to; who is away or not up yet does not count."""
         role = member.role.name.lower()
         least = budget.pools()[role].min_workers
-        rest = [
-            m
-            for m in self._controller.fleet.members()
-            if m.role is member.role and m.state in (READY, FAILED, STARTING)
-        ]
+        rest = [m for m in self._controller.fleet.members() if m.role is member.role and m.state == READY]
         if len(rest) - 1 < least:
             raise InvalidRequest(f"{role}.min_workers = {least}: {len(rest)} are there", field=f"{role}.min_workers")
 

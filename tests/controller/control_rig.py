@@ -7,13 +7,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
+from fastapi import FastAPI
 
 from baton.config import ClusterConfig, ControllerConfig, ModelConfig, WorkerConfig
 from baton.errors import Unavailable
 from baton.request import Role
 from baton.v1 import control_pb2_grpc
+from router.controller.admin_api import make_app
+from router.controller.admin_tokens import Token
 from router.controller.autoscale_loop import AutoscaleLoop
 from router.controller.autoscaler.acts import Act, Proposal
 from router.controller.autoscaler.facts import FleetFacts
@@ -26,6 +31,7 @@ from router.controller.decisions import Decision
 from router.controller.fleet_store import FleetStore
 from router.controller.lease import Lease
 from router.controller.levers import Levers, Waits
+from router.controller.live_control import LiveControl
 from router.controller.live_facts import LiveFacts
 from router.controller.live_times import LiveTimes
 from router.controller.pool_orders import PoolOrders
@@ -131,6 +137,13 @@ class Rig:
             look_s=0.05,
         )
         self.orders = PoolOrders(controller, self.levers, shape_of, self.loop.record)
+
+    def app(self, tokens: Sequence[Token]) -> FastAPI:
+        """Its admin endpoint."""
+        parts = SimpleNamespace(
+            loop=self.loop, orders=self.orders, live_times=self.live_times, facts=self.facts, registry=self.registry
+        )
+        return make_app(self.controller, ClusterConfig(), lambda: tokens, control=cast("LiveControl", parts))
 
     async def worker(self, worker_id: str, role: str = "decode", behaviour: str = "") -> StandInServer:
         """One that is there."""

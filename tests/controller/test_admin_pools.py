@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from baton.config import ClusterConfig
 from baton.request import Role
-from router.controller.admin_api import make_app
 from router.controller.admin_tokens import Token
 from router.controller.fleet_state import DRAINING, READY, STANDBY
-from router.controller.live_control import LiveControl
 from router.controller.settings import Mode
 from tests.controller.control_rig import Machines, Rig, life
 
@@ -32,12 +28,10 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def admin(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    control = SimpleNamespace(
-        loop=rig.loop, orders=rig.orders, live_times=rig.live_times, facts=rig.facts, registry=rig.registry
-    )
-    app = make_app(rig.controller, ClusterConfig(), lambda: TOKENS, control=cast("LiveControl", control))
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://admin", headers={"authorization": "Bearer op-secret"}
+        transport=httpx.ASGITransport(rig.app(TOKENS)),
+        base_url="http://admin",
+        headers={"authorization": "Bearer op-secret"},
     ) as client:
         yield client
 
