@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -221,16 +222,28 @@ async def kill(admin: Admin, run: Run, after_s: float, what: str) -> None:
     run.kills.append({"at_s": round(run.now_s(), 1), **killed})
 
 
-async def play(phases: Sequence[Phase]) -> Run:
-    scale = EMULATION.time_scale
-    os.environ |= {
-        "BATON__CONTROLLER__TICK_S": str(TICK_S / scale),
-        "BATON__CONTROLLER__DWELL_S": str(DWELL_S / scale),
-        "BATON__CONTROLLER__SHRINK_AFTER_S": str(SHRINK_S / scale),
-    }
+def write_paces(folder: Path) -> Path:
+    """The autoscaler's, as a configuration file; there they are of the GPUs' clock."""
+    paces = {"tick_s": TICK_S, "dwell_s": DWELL_S, "shrink_after_s": SHRINK_S}
+    lines = [f"  {name}: {seconds / EMULATION.time_scale}" for name, seconds in paces.items()]
+    file = folder / "paces.yaml"
+    file.write_text("\n".join(["controller:", *lines]), encoding="utf-8")
+    return file
+
+
+async def play(phases: Sequence[Phase], folder: Path) -> Run:
+    """`folder`: for what the cluster is configured with."""
     gpus = ("--emulate", EMULATION.gpu, "--emulate-model", EMULATION.model, "--tp", str(EMULATION.tp))
-    engine = ("--time-scale", f"{scale:g}", "--chunk-tokens", "2048", "--max-num-seqs", str(MAX_NUM_SEQS))
-    async with running(LAYOUT, (*gpus, *engine, "--autoscale", "--max-gpus", str(MAX_GPUS))) as cluster:
+    engine = (
+        "--time-scale",
+        f"{EMULATION.time_scale:g}",
+        "--chunk-tokens",
+        "2048",
+        "--max-num-seqs",
+        str(MAX_NUM_SEQS),
+    )
+    autoscaler = ("--autoscale", "--max-gpus", str(MAX_GPUS), "--config", str(write_paces(folder)))
+    async with running(LAYOUT, (*gpus, *engine, *autoscaler)) as cluster:
         admin = Admin(cluster)
         await admin.until_ready(LAYOUT.prefill + LAYOUT.decode)
         run = Run(began_s=time.monotonic(), began_unix_s=time.time())
@@ -286,7 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one mix of 40 s")
     args = parser.parse_args(argv)
     phases = QUICK if args.quick else FULL
-    run = asyncio.run(play(phases))
+    with tempfile.TemporaryDirectory() as folder:
+        run = asyncio.run(play(phases, Path(folder)))
     figures = report(run, phases)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2), encoding="utf-8")
