@@ -198,6 +198,23 @@ async def test_what_cannot_be_met_gets_422_with_the_floor(
     assert told["floor"] == {"ttft_ms": 20.0, "tpot_ms": 2.7, "source": "a roofline"}
 
 
+async def test_a_set_that_comes_back_or_from_elsewhere_is_held_to_the_floor_of_now(lite: Database) -> None:
+    low = {"interactive": {**TARGETS, "tpot_ms": 2.0}}
+    async with operator(lite) as admin:  # nothing was measured yet: no floor
+        assert (await admin.put("/admin/v1/slo", json={"classes": low}, headers=ANY)).is_success
+        assert (await admin.patch("/admin/v1/slo/interactive", json={"tpot_ms": 5.0}, headers=ANY)).is_success
+    async with operator(lite, floors=FixedFloor()) as admin:
+        for path, body in (
+            ("/slo:rollback", {"version": 2}),
+            ("/slo:import", {"format": "baton.slo/1", "classes": low, "reason": "x"}),
+            ("/slo:dryRun", {"classes": low, "replace": True}),
+        ):
+            answer = await admin.post(f"/admin/v1{path}", json=body, headers=ANY)
+            assert (answer.status_code, error_of(answer)["code"]) == (422, "infeasible"), path
+            assert "2 is below the physical floor of 2.7" in error_of(answer)["message"]
+        assert (await admin.get("/admin/v1/slo")).json()["version"] == 3
+
+
 class SlowFloor:
     def floor(self) -> Floor:
         return Floor(tpot_ms=150.0, source="slow workers")
@@ -286,6 +303,25 @@ BAD_INPUT = (
     ("PATCH", "/budget", '{"max_gpu": 1, "reason": "x"}', 422, "nearest known is max_gpus"),
     ("PATCH", "/budget", '{"max_gpus": -1, "reason": "x"}', 422, "max_gpus"),
     ("PATCH", "/budget", '{"max_gpus": 1.5, "reason": "x"}', 422, "max_gpus"),
+    ("PUT", "/budget", '{"max_gpus": NaN, "reason": "x"}', 422, "max_gpus"),
+    ("PUT", "/budget", '{"decode": {"min_workers": 3, "max_workers": 2}, "reason": "x"}', 422, "is above"),
+    ("PATCH", "/budget", '{"both": {"min_workers": NaN}, "reason": "x"}', 422, "both.min_workers"),
+    ("PUT", "/slo", '{"classes": {"interactive": {"ttft_ms": NaN, "tpot_ms": 5}}}', 422, "finite"),
+    ("PUT", "/slo", '{"classes": {"gold": {"ttft_ms": 50, "tpot_ms": 5}}}', 422, "'interactive' must stay"),
+    ("PATCH", "/slo", '{"classes": {"interactive": null}}', 422, "'interactive' must stay"),
+    ("PATCH", "/slo", '{"classes": {"bach": null}}', 404, "nearest is 'batch'"),
+    ("PATCH", "/slo", '{"classes": {"batch": {"percentile": 1.0}}}', 422, "less than 1"),
+    ("PATCH", "/slo/batch", '{"ttft_ms": 900, "e2e_ms": 800}', 422, "cannot end before its first token"),
+    ("POST", "/slo:import", '{"format": "baton.slo/1", "classes": {}, "reason": "x"}', 422, "classes"),
+    (
+        "POST",
+        "/slo:import",
+        '{"format": "baton.slo/1", "classes": {"interactive": {"ttft_ms": 5, "tpot_ms": -Infinity}}, "reason": "x"}',
+        422,
+        "finite",
+    ),
+    ("POST", "/slo:rollback", '{"version": 9}', 404, "9"),
+    ("POST", "/slo:dryRun", '{"classes": {"interactve": {"ttft_ms": 5}}}', 404, "nearest is 'interactive'"),
 )
 
 
