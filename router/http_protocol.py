@@ -153,7 +153,9 @@ class Exchange:
     @property
     def gone(self) -> bool:
         """The client has left, or was cut off."""
-        return self.cycle.disconnected or self._protocol.transport.is_closing()
+        if self._protocol.transport.is_closing():
+            self._leave()
+        return self.cycle.disconnected
 
     @property
     def body_waits(self) -> bool:
@@ -221,6 +223,11 @@ class Exchange:
     def cut(self) -> None:
         """Drop the connection, with what waits to be sent."""
         self._protocol.transport.abort()
+        self._leave()
+
+    def _leave(self) -> None:
+        """uvicorn would hear of it a turn later, and blame an application that returns for it until then."""
+        self.cycle.disconnected = True
 
     def close_after(self) -> None:
         """Let the connection take no request after this one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -99,6 +101,29 @@ async def test_a_request_in_single_bytes_is_a_request() -> None:
             await client.say(bytes([byte]))
             await asyncio.sleep(0)
         assert await client.hear() == (200, b'"/bytes"')
+
+
+async def test_whoever_leaves_before_or_within_an_answer_is_no_fault_of_the_application(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request and its sender's end in one turn of the loop; an answer that is cut."""
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for _ in range(10):
+        with socket.create_connection(("127.0.0.1", rig.front_end.http_port)) as hasty:
+            await asyncio.sleep(0.01)  # it is accepted
+            hasty.sendall(head + body)
+        await asyncio.sleep(0.01)
+
+    async def cut(exchange: Exchange, path: str) -> None:
+        exchange.write(exchange.head(200, b"content-length: 9\r\n") + b"part")
+        exchange.cut()
+
+    async with serving(cut) as server, client_of(server.port) as client:
+        await client.say(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            await client.rest()
+    assert [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"] == []
 
 
 @pytest.mark.parametrize("whole", [True, False])
