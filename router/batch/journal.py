@@ -62,7 +62,8 @@ class Journal:
         try:
             while not (self._over.is_set() and not self._unwritten):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._over.wait(), GROUP_S)
+                    async with asyncio.timeout(GROUP_S):
+                        await self._over.wait()
                 await self._write_group()
         finally:
             self._has_room.set()

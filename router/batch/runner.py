@@ -51,7 +51,8 @@ class Runner:
                 log.exception("batch_claim_failed")
                 await asyncio.sleep(RETRY_S)
             try:
-                await asyncio.wait_for(self._hurry.wait(), CLAIM_S)
+                async with asyncio.timeout(CLAIM_S):
+                    await self._hurry.wait()
             except TimeoutError:
                 continue
             self._hurry.clear()
