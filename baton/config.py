@@ -63,7 +63,28 @@ class KVTransferConfig:
     lease_s: float = 5.0  # how long a sender holds blocks, and a receiver a silent ticket
     transfer_timeout_s: float = 10.0  # prefill end -> Ack
     hello_timeout_s: float = 3.0  # Hello and probe
+    quiet_s: float = 0.25  # after Commit, silence that counts as loss; doubled each time: a paused sender is not blamed
     max_resends: int = 2  # of damaged or missing frames, per transfer
+
+
+@dataclass(frozen=True, slots=True)
+class EmulationConfig:
+    """GPUs that are not there: all is real but the tensors, and takes the time that it would on them (docs/emulator.md)."""
+
+    gpu: str = ""  # a name that engine/timing/hardware.py knows; "" = none: a real model, at its own pace
+    model: str = "llama-3.1-8b"  # of engine/timing/shapes.py: what is timed; `model.path` only lends its tokenizer
+    tp: int = 1  # GPUs of one worker
+    weight_dtype: str = "fp8"  # names of engine/timing/hardware.py; DESIGN section 1 serves the 70B like this
+    kv_dtype: str = "bf16"
+    time_scale: float = 1.0  # seconds that a second of the GPUs takes here: 10 = everything at a tenth of its speed
+    kv_scale: int = 1_024  # bytes of KV that are timed for each one moved; DESIGN section 7
+    memory_ratio: float = 0.9  # of the GPUs' memory that weights and KV may fill; vLLM's gpu_memory_utilization
+    max_model_len: int = 131_072  # tokens; of Llama 3.1, and no emulated model is trained for less
+    start_s: float = 0.0  # that loading the weights takes, on top of the process's own start
+    flip_s: float = 0.0  # that an idle worker takes to change its role
+    failure_mean_s: float = 0.0  # between two deaths of one worker, exponentially distributed; 0 = it never dies
+    failure_seed: int = 0
+    origin: float = 0.0  # of the deaths, on this machine's monotonic clock; `baton up` notes its start here
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +111,27 @@ class WorkerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Files and batches over HTTP (docs/batch.md)."""
+
+    enabled: bool = True  # where there is a folder
+    folder: str = ""  # of files and results, shared by all routers; "" = no batches. `baton up` names one
+    database: str = ""  # of their rows; "" = an SQLite file in the folder. `baton up` names controller.database
+    max_file_bytes: int = 200 << 20  # of one input file; this and the next as OpenAI has them
+    max_lines: int = 50_000
+    max_files: int = 1_000  # inputs of one tenant; each is a row of a listing that is made at once
+    max_tenant_bytes: int = 4 << 30  # of one tenant's files: twenty of the largest inputs
+    max_bytes: int = 32 << 30  # of everybody's: half of a small node's disk
+    max_batches: int = 100  # of one tenant, that are not over
+    max_running_batches: int = 4  # of one router, so that a large one does not hold up a small one
+    max_running_lines: int = 256  # of one router: half of max_inflight
+    keep_s: float = 2_592_000.0  # 30 days, as OpenAI keeps what a batch made
+    lease_s: float = 5.0  # of a router that works on a batch; DESIGN section 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +182,7 @@ class RouterConfig:
         4 << 20
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
+    batch: BatchConfig = field(default_factory=BatchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     log_level: str = "info"
 
@@ -151,13 +193,16 @@ class ControllerConfig:
     admin_port: int = 8_001
     control_port: int = 0
     shared_ports: bool = False  # as a router's
-    slo_store: str = ""  # SQLite file; "" = in the run folder
+    # Of SLO classes, settings and decisions: sqlite:///file or postgresql://...; "" = an SQLite file in the run folder
+    database: str = ""
+    admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two alone. docs/slo.md
+    require_reason: bool = False  # true: each change of SLO classes must say why; mode, budget and imports always must
     worker_start_timeout_s: float = 120.0  # Ray's own placement waits for ever
     heartbeat_s: float = 0.5
     missed_heartbeats: int = 3
     ray_address: str = ""  # host:port of the Ray head; `baton up` fills it in
     ray_node_dir: str = ""  # temporary folder of the Ray node to connect through; "" = any on this host
-    run_dir: str = ""  # tokens, logs and the SLO store; `baton up` fills it in
+    run_dir: str = ""  # tokens, logs and the SQLite file; `baton up` fills it in
     worker_num_cpus: float = 0.25  # of Ray's accounting, not a limit: 2 cores hold 8 workers, more are refused
     worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in
     log_level: str = "info"
@@ -175,6 +220,7 @@ class ClusterConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import yaml
 
 from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig
+from baton.database_url import without_password
 from baton.errors import ConfigError
 from baton.kv_layout import wire_dtype
 
@@ -37,8 +38,8 @@ _MAP = "kv.ucx"  # the one setting that is a map of names to text
 _UCX_NAME = re.compile(r"(?!UCX_)[A-Z][A-Z0-9_]*")
 _UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # options that have a setting of their own
 _UCX_BOOLS = {True: "y", False: "n"}
-# From `model.` and `tls_dir`, so that router and workers cannot disagree.
-_DERIVED = ("router.model.", "router.tls_dir")
+# From `model.`, `tls_dir` and `controller.database`, so that the parts cannot disagree.
+_DERIVED = ("router.model.", "router.tls_dir", "router.batch.database")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,11 @@ def _plain(number: float) -> str:
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _KV_DTYPES = ("auto", *_DTYPES, "float8_e4m3", *KV_DTYPE_ALIASES)
+_EMULATED_DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
+_DELAY = Limit("0 = at once", 0, 86_400)
 _COUNT = Limit("nothing can be served with less", 1)
 _LOG = Limit("log levels", choices=("debug", "info", "warning", "error"))
 _LIMITS: Mapping[str, Limit] = {
@@ -97,7 +100,19 @@ _LIMITS: Mapping[str, Limit] = {
     "kv.lease_s": _SECONDS,
     "kv.transfer_timeout_s": _SECONDS,
     "kv.hello_timeout_s": _SECONDS,
+    "kv.quiet_s": _SECONDS,
     "kv.max_resends": Limit("0 = fail at the first damaged frame", 0, 100),
+    "emulation.weight_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
+    "emulation.kv_dtype": Limit("as engine/timing/hardware.py names them", choices=_EMULATED_DTYPES),
+    "emulation.tp": Limit("GPUs of one worker", 1, 1_024),
+    "emulation.time_scale": Limit("below 1 the CPUs would have to outrun the GPUs", 1, 10_000),
+    "emulation.kv_scale": Limit("bytes of KV timed for each one moved", 1, 1 << 20),
+    "emulation.memory_ratio": Limit("a part of the GPUs' memory", 0.01, 1),
+    "emulation.max_model_len": _COUNT,
+    "emulation.start_s": _DELAY,
+    "emulation.flip_s": _DELAY,
+    "emulation.failure_mean_s": Limit("0 = workers never die", 0, 31_536_000),
+    "emulation.failure_seed": Limit("seeds are whole numbers from 0", 0),
     "router.http_port": _PORT,
     "router.grpc_port": _PORT,
     "router.processes": Limit("each takes a core when busy", 1, 64),
@@ -118,6 +133,16 @@ _LIMITS: Mapping[str, Limit] = {
     "router.max_connection_age_s": _SECONDS,
     "router.client_backlog_bytes": Limit("one event takes up to 3 KiB", 4_096, 1 << 30),
     "router.drain_s": Limit("0 = do not wait for running calls", 0, 86_400),
+    "router.batch.max_file_bytes": Limit("a line needs a few hundred bytes", 4_096, 1 << 40),
+    "router.batch.max_lines": _COUNT,
+    "router.batch.max_files": _COUNT,
+    "router.batch.max_tenant_bytes": _COUNT,
+    "router.batch.max_bytes": _COUNT,
+    "router.batch.max_batches": _COUNT,
+    "router.batch.max_running_batches": _COUNT,
+    "router.batch.max_running_lines": _COUNT,
+    "router.batch.keep_s": Limit("a batch runs for a day", 86_400),
+    "router.batch.lease_s": _SECONDS,
     "router.log_level": _LOG,
     "controller.admin_port": _PORT,
     "controller.control_port": _PORT,
@@ -138,7 +163,9 @@ class Loaded:
 
     def describe(self) -> Iterator[str]:
         """Yield "path = value  # origin" lines in the order of the dataclasses."""
-        values = dict(_leaves(self.config))
+        values = {
+            path: without_password(value) if isinstance(value, str) else value for path, value in _leaves(self.config)
+        }
         width = max(len(f"{path} = {json.dumps(values[path])}") for path in self.origins)
         for path, origin in self.origins.items():
             yield f"{f'{path} = {json.dumps(values[path])}':<{width}}  # {origin}"
@@ -272,7 +299,7 @@ def _checked(setting: Setting, types: Mapping[str, type]) -> Scalar:
     if kind is None:
         raise ConfigError(_unknown(setting, types), field=setting.path)
     value = _parsed(str(setting.value), kind) if setting.text else _typed(setting.value, kind)
-    where = f"{setting.path} = {setting.value!r} (from {setting.origin})"
+    where = f"{setting.path} = {without_password(repr(setting.value))} (from {setting.origin})"
     if value is None:
         raise ConfigError(f"{where}: must be {_KIND_NAMES[kind]}", field=setting.path)
     limit = _LIMITS.get(setting.path)

@@ -32,6 +32,10 @@ class SLO:
     weight: float = 1.0
     priority: int = 0
 
+    def meets_pace(self, *, tpot_ms: float, itl_p99_ms: float) -> bool:
+        """Whether tokens came fast enough, whatever else was missed: what a decode worker answers for."""
+        return tpot_ms <= self.tpot_ms and (self.itl_p99_ms is None or itl_p99_ms <= self.itl_p99_ms)
+
     def verdict(self, *, ttft_ms: float, tpot_ms: float, itl_p99_ms: float, e2e_ms: float) -> Verdict:
         """Judge one finished call; tpot_ms is 0 for one-token answers, which cannot miss it."""
         if ttft_ms > self.ttft_ms:

@@ -16,6 +16,7 @@ from baton.model_spec import ModelSpec
 from baton.peer_trust import Part, PeerTrust
 from cli.ports import listener_pid
 from cli.processes import process_name
+from engine.emulated_model import emulated_model
 
 _MIB = 1 << 20
 # Resident sizes measured on x86-64 Linux, 2 cores: Ray's head with raylet and agents 480 MiB, its node 200, controller 120,
@@ -62,9 +63,11 @@ def check_port(port: int, what: str, flag: str) -> None:
 
 def check_context(config: ClusterConfig, spec: ModelSpec) -> None:
     """Raises: ConfigError: more context is wanted than the model was made for."""
-    if config.model.max_model_len > spec.max_model_len:
+    emulation = config.emulation
+    name, most = (emulation.model, emulation.max_model_len) if emulation.gpu else (spec.name, spec.max_model_len)
+    if config.model.max_model_len > most:
         raise ConfigError(
-            f"model.max_model_len = {config.model.max_model_len:,}: {spec.name} was made for {spec.max_model_len:,} tokens;"
+            f"model.max_model_len = {config.model.max_model_len:,}: {name} was made for {most:,} tokens;"
             " lower --max-model-len, or leave it out to use them all",
             field="model.max_model_len",
         )
@@ -73,7 +76,7 @@ def check_context(config: ClusterConfig, spec: ModelSpec) -> None:
 def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None:
     """Raises: ConfigError: weights and KV of all workers do not fit into `available` bytes."""
     num_workers = config.prefill + config.decode + config.both
-    weights = num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
+    weights = 0 if config.emulation.gpu else num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
     pools = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
     kv = sum(size * _kv_bytes(config, role, spec) for role, size in pools)
     need = _CLUSTER_BYTES + config.router.processes * _ROUTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv
@@ -81,7 +84,7 @@ def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None
         raise ConfigError(
             f"{num_workers} workers need about {need / 2**30:.1f} GiB of memory ({weights / 2**30:.1f} GiB weights each,"
             f" {kv / 2**30:.1f} GiB KV in all), {available / 2**30:.1f} GiB is available; lower"
-            " --kv-memory-bytes or the number of workers",
+            f" {'emulated KV with --kv-scale' if config.emulation.gpu else '--kv-memory-bytes'} or the number of workers",
             field="engine.kv_memory_bytes",
         )
 
@@ -108,6 +111,9 @@ def num_parameters(spec: ModelSpec) -> int:
 def _kv_bytes(config: ClusterConfig, role: str, spec: ModelSpec) -> int:
     """Of one worker of that role."""
     engine = config.engine_of(role)
+    if config.emulation.gpu:
+        model = emulated_model(config.emulation)
+        return (engine.num_blocks or model.num_blocks(engine.block_size)) * model.layout(engine.block_size).block_bytes
     layout = spec.kv_layout(engine.kv_dtype(config.model.dtype), engine.block_size)
     return engine.num_blocks * layout.block_bytes if engine.num_blocks else engine.kv_memory_bytes
 

@@ -35,6 +35,7 @@ from cli.signals import Signals
 from cli.supervisor import ClusterFailed, Part, supervise
 from cli.terminal import say, step
 from router.controller import ray_head
+from router.controller.control_store import SLO_FILE
 
 _RAY_START_S = 60.0  # measured: 4-5 s on 2 idle cores
 _PROCESS_START_S = 60.0  # measured: 1-3 s
@@ -187,8 +188,13 @@ class Cluster:
         self._process_ports = (
             {name: free_port() for name in self._router_names()} if self.config.router.processes > 1 else {}
         )
+        batch = dataclasses.replace(
+            self.config.router.batch,
+            folder=self.config.router.batch.folder or str(self.folder.path / "batch"),
+            database=controller.database or f"sqlite://{(self.folder.path / SLO_FILE).absolute()}",
+        )
         for name in self._router_names():
-            router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0))
+            router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0), batch=batch)
             write_private(self.folder.router_file(name), to_json(router))
         self.folder.write_targets(self._metrics_ports())
 

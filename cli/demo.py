@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,6 +17,7 @@ from baton.v1 import serving_pb2
 from cli.chat import show_stats, stream_chat
 from cli.checks import check_all
 from cli.cluster import Cluster
+from cli.emulation import as_emulated
 from cli.options import add_config_flags, load_config
 from cli.signals import INTERRUPTED, Interrupted, Signals
 from cli.supervisor import ClusterFailed
@@ -37,7 +39,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _on_free_ports(load_config(args))
+    config = as_emulated(_on_free_ports(load_config(args)), time.monotonic())
     check_all(config)
     with Signals() as signals:
         cluster = Cluster(config, signals)

@@ -1,4 +1,5 @@
-"""`baton keys new NAME`: an API key, and the lines for the file that `router.api_keys_file` names.
+"""`baton keys new NAME`: an API key, and the lines for the file that `router.api_keys_file` names; `baton keys admin NAME`: an
+admin token, and the lines for `controller.admin_tokens_file`.
 
 The key is printed once and kept nowhere; the file has its SHA-256 only.
 """
@@ -26,6 +27,10 @@ def add_parser(commands: Commands) -> None:
     new.add_argument("--tokens-per-min", type=int, help="prompt and output")
     new.add_argument("--max-priority", type=int, help="that its calls may ask for")
     new.set_defaults(run=run_new)
+    admin = actions.add_parser("admin", help="make an admin token and the lines for controller.admin_tokens_file")
+    admin.add_argument("name", help="whose, as the history of SLO changes shows it")
+    admin.add_argument("--role", choices=("viewer", "operator"), default="viewer", help="default viewer")
+    admin.set_defaults(run=run_admin)
 
 
 def run_new(args: argparse.Namespace) -> int:
@@ -38,5 +43,17 @@ def run_new(args: argparse.Namespace) -> int:
     parse_keys([json.dumps({"keys": [entry]})])  # what a router would refuse is refused here
     output.print(f"key, shown this once:  {key}", markup=False, highlight=False, soft_wrap=True)
     output.print("under `keys:` in the file of router.api_keys_file:", markup=False)
+    output.print(f"- {json.dumps(entry)}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def run_admin(args: argparse.Namespace) -> int:
+    from router.controller.admin_tokens import digest_of, new_token, parse_tokens  # yaml: only here
+
+    token = new_token()
+    entry = {"name": args.name, "role": args.role, "sha256": digest_of(token).hex()}
+    parse_tokens([json.dumps({"tokens": [entry]})])  # what the controller would refuse is refused here
+    output.print(f"token, shown this once:  {token}", markup=False, highlight=False, soft_wrap=True)
+    output.print("under `tokens:` in the file of controller.admin_tokens_file:", markup=False)
     output.print(f"- {json.dumps(entry)}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.errors import BatonError
-from cli import chat, demo, drain, keys, model, status, up
+from cli import chat, demo, drain, keys, mode, model, slo, status, up
 from cli.signals import INTERRUPTED
 from cli.terminal import fail
 
@@ -37,8 +37,14 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     version = importlib.metadata.version("baton")
     parser.add_argument("--version", action="version", version=f"baton {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (up, chat, status, drain, demo, model, keys):
+    for command in (up, chat, status, drain, slo, mode, demo, model, keys):
         command.add_parser(commands)
+    if words[:1] == ["sim"]:
+        from bench.sim.cli import add_parser as add_sim_parser  # numpy, as for bench
+
+        add_sim_parser(commands)
+    else:
+        commands.add_parser("sim", help="simulate a deployment under a trace or synthetic load")
     if words[:1] == ["bench"]:
         from bench.cli import add_bench_parser  # numpy and clients: only for those who measure
 

@@ -42,6 +42,17 @@ FLAGS = (
     Flag("--num-threads", "engine.num_threads", int, "torch threads per worker; 0 = cores / workers"),
     Flag("--ucx-tls", "kv.ucx_tls", str, "UCX transports, such as tcp or posix,sysv,self"),
     Flag("--tls-dir", "tls_dir", str, "certificates for mTLS inside, see docs/security.md; none = plain text"),
+    Flag("--emulate", "emulation.gpu", str, "a GPU to emulate on the CPU, such as h100; see docs/emulator.md"),
+    Flag("--emulate-model", "emulation.model", str, "whose step times; --model only lends its tokenizer then"),
+    Flag("--tp", "emulation.tp", int, "emulated GPUs of each worker"),
+    Flag("--emulate-dtype", "emulation.weight_dtype", str, "of the emulated weights: bf16, fp8, int4, ..."),
+    Flag("--emulate-kv-dtype", "emulation.kv_dtype", str, "of the emulated KV: bf16 or fp8"),
+    Flag("--time-scale", "emulation.time_scale", float, "10 = the emulated cluster's clock runs ten times slower"),
+    Flag("--kv-scale", "emulation.kv_scale", int, "bytes of emulated KV for each byte really moved"),
+    Flag("--start-s", "emulation.start_s", float, "that an emulated worker loads its weights for"),
+    Flag("--flip-s", "emulation.flip_s", float, "that an emulated worker needs to change its role"),
+    Flag("--failure-mean-s", "emulation.failure_mean_s", float, "mean life of an emulated worker; 0 = none dies"),
+    Flag("--failure-seed", "emulation.failure_seed", int, "of the emulated deaths"),
     Flag("--drain-s", "router.drain_s", float, "longest wait for running calls at the end"),
 )
 

@@ -8,10 +8,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from cli.goodput_status import goodput_lines
 from cli.kv_status import refused_pairs, show_kv
 from cli.run_folder import ClusterRecord
 from cli.running import RunningCluster, add_cluster_flag
 from cli.terminal import output, table
+from engine.pace import TOLERANCE
 
 if TYPE_CHECKING:
     from cli.parsers import Commands
@@ -35,13 +37,16 @@ def run(args: argparse.Namespace) -> int:
     if args.kv and not args.json:
         show_kv(workers)
         return 0
-    slo = cluster.get("/admin/v1/slo")
+    slo, goodput = cluster.get("/admin/v1/slo"), cluster.get("/admin/v1/goodput")
     if args.json:
-        print(json.dumps({"cluster": {**_record_json(cluster)}, "workers": workers["workers"], "slo": slo}, indent=2))
+        told = {"cluster": _record_json(cluster), "workers": workers["workers"], "slo": slo, "goodput": goodput}
+        print(json.dumps(told, indent=2))
         return 0
     _show_workers(workers)
     _show_links(workers)
     _show_slo(slo)
+    for line in goodput_lines(goodput):
+        output.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -83,6 +88,13 @@ def _show_workers(answer: dict[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker["reason"]:
             output.print(f"{worker['worker_id']}: {worker['reason']}", markup=False, soft_wrap=True)
+        if worker["load"] and worker["load"]["p99_lateness"] > TOLERANCE:
+            output.print(
+                f"{worker['worker_id']}: THE EMULATION IS NOT TRUE: its steps end up to"
+                f" {worker['load']['p99_lateness']:.0%} of a step too late (p99, allowed {TOLERANCE:.0%}); raise --time-scale,"
+                " or use fewer workers",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
         for router, reason in worker["ejected"].items():
             output.print(f"{worker['worker_id']} gets no calls from {router}: {reason}", markup=False, soft_wrap=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import TYPE_CHECKING
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError
 from cli.checks import check_all
 from cli.cluster import Cluster
+from cli.emulation import as_emulated, describe
 from cli.options import add_config_flags, load_config
 from cli.signals import INTERRUPTED, Interrupted, Signals
 from cli.supervisor import ClusterFailed
@@ -31,8 +33,10 @@ def run(args: argparse.Namespace) -> int:
         for line in loaded.describe():
             output.print(line, markup=False, soft_wrap=True)
         return 0
-    config = loaded.config
+    config = as_emulated(loaded.config, time.monotonic())
     spec = check_all(config)
+    if emulated := describe(config):
+        say(emulated)
     nameless = config.controller.admin_port == 0  # nobody comes back to a folder named after a port the system picked
     with Signals() as signals:
         cluster = Cluster(config, signals)

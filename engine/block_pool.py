@@ -74,7 +74,14 @@ class BlockPool:
     def allocate(self, num_blocks: int, hold: Hold) -> list[int]:
         """Take blocks of unknown content; free ones first, then the least recently used cached ones."""
         assert num_blocks <= self.num_available, "allocate: the caller did not check num_available"
-        return [self._take(hold) for _ in range(num_blocks)]
+        num_free = min(num_blocks, len(self._free))
+        taken = self._free[len(self._free) - num_free :][::-1]
+        del self._free[len(self._free) - num_free :]
+        refs = self._refs[hold]
+        for block in taken:
+            refs[block] = 1
+        self._num_held[hold] += num_free
+        return taken + [self._evict(hold) for _ in range(num_blocks - num_free)]
 
     def acquire(self, blocks: Iterable[int], hold: Hold) -> None:
         """Refer to published blocks that others may share; their content stays."""
@@ -85,21 +92,31 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
         """Give references back, last block first: the head of a prefix is worth most and is evicted last."""
+        refs, others, num_let_go = self._refs[hold], self._refs[1 - hold], 0
+        free, cached, published = self._free, self._cached, self._published
         for block in reversed(list(blocks)):
-            assert self._refs[hold][block] > 0, "release: the block is not held"
-            self._refer(block, hold, -1)
-            if self._holder(block) is not None:
+            if refs[block] != 1 or others[block]:
+                assert refs[block] > 0, "release: the block is not held"
+                self._refer(block, hold, -1)
                 continue
-            if block in self._published:
-                self._cached[block] = None
+            refs[block] = 0
+            num_let_go += 1
+            if block in published:
+                cached[block] = None
             else:
-                self._free.append(block)
+                free.append(block)
+        self._num_held[hold] -= num_let_go
 
     def adopt(self, blocks: Iterable[int]) -> None:
         """Turn a reservation's references into a sequence's."""
+        active, reserved = self._refs
+        num_taken_over = 0
         for block in blocks:
-            self._refer(block, Hold.ACTIVE, 1)
-            self._refer(block, Hold.RESERVED, -1)
+            num_taken_over += not active[block]
+            active[block] += 1
+            reserved[block] -= 1
+        self._num_held[Hold.ACTIVE] += num_taken_over
+        self._num_held[Hold.RESERVED] -= num_taken_over
 
     def publish(self, block: int) -> None:
         """Keep the content of this held block when its last reference goes."""
@@ -122,13 +139,10 @@ class BlockPool:
                 f"wrong {hold.name} gauge"
             )
 
-    def _take(self, hold: Hold) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._published.discard(block)
-            self.on_evict(block)
+    def _evict(self, hold: Hold) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._published.discard(block)
+        self.on_evict(block)
         self._refer(block, hold, 1)
         return block
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.config import EngineConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Overloaded, Unavailable
@@ -70,6 +71,7 @@ class LocalEngine:
         self._ended: list[SequenceEnded] = []  # by commands, since the last step
         self._num_steps = 0
         self._step_ms = 0.0
+        self._work = _Work()
 
     # Commands
 
@@ -146,6 +148,7 @@ class LocalEngine:
             weight = STEP_MEAN_WEIGHT if self._num_steps else 1.0
             self._step_ms += weight * (1e3 * duration_s - self._step_ms)
             self._num_steps += 1
+            self._work.add(plan.chunks, duration_s)
         result = self._scheduler.commit(plan, outcomes, self._num_steps, now_s + duration_s)
         added, removed = self._cache.take_delta()
         result.cache_added.extend(added)
@@ -178,6 +181,10 @@ class LocalEngine:
             output_tokens=totals.output_tokens,
             num_admitted=totals.num_admitted,
             step_ms=self._step_ms,
+            busy_s=self._work.busy_s,
+            step_tokens=self._work.tokens,
+            context_tokens=self._work.context_tokens,
+            prompt_pairs=self._work.prompt_pairs,
         )
 
     def free_block_ids(self) -> tuple[int, ...]:
@@ -213,6 +220,26 @@ class LocalEngine:
         """Seconds until what waits is computed: whole steps of the token budget at the recent pace."""
         num_steps = 1 + self._scheduler.waiting_tokens // self._config.max_num_batched_tokens
         return 1e-3 * self._step_ms * num_steps
+
+
+@dataclass(slots=True)
+class _Work:
+    """What steps have computed and how long they took, in all: what a model of their time is learned from."""
+
+    busy_s: float = 0.0
+    tokens: int = 0
+    context_tokens: int = 0
+    prompt_pairs: float = 0.0
+
+    def add(self, chunks: Iterable[Chunk], duration_s: float) -> None:
+        self.busy_s += duration_s
+        for chunk in chunks:
+            num_tokens = chunk.num_tokens
+            self.tokens += num_tokens
+            if num_tokens == 1:
+                self.context_tokens += chunk.start + 1
+            else:
+                self.prompt_pairs += num_tokens * (chunk.start + (num_tokens + 1) / 2)
 
 
 def _entry(chunk: Chunk) -> BatchEntry:

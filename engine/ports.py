@@ -184,6 +184,10 @@ class EngineLoad:
     output_tokens: int
     num_admitted: int
     step_ms: float
+    busy_s: float  # in steps; what these computed, in all:
+    step_tokens: int  # prompt tokens and decodes
+    context_tokens: int  # whose KV the decodes read
+    prompt_pairs: float  # (query, context) of the prompts' attention
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ whatever fits the pool can start.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -98,6 +98,10 @@ class Scheduler:
     def __contains__(self, seq: int) -> bool:
         return seq in self._sequences
 
+    def runs(self, seq: int) -> bool:
+        sequence = self._sequences.get(seq)
+        return sequence is not None and sequence.state is SeqState.RUNNING
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -112,6 +116,17 @@ class Scheduler:
         """Tokens to be computed before every admitted or waiting prompt is; decodes not counted."""
         started = sum(sequence.num_left for sequence in self._running if sequence.num_left > 1)
         return started + sum(sequence.num_left for sequence in self._waiting)
+
+    @property
+    def num_decode_context_tokens(self) -> int:
+        """Tokens of the running sequences: whose KV a step of decodes alone reads."""
+        return sum(len(sequence.token_ids) for sequence in self._running)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Of every sequence that owns blocks."""
+        states = (SeqState.RUNNING, SeqState.HELD, SeqState.RESERVED)
+        return sum(len(sequence.token_ids) for state in states for sequence in self._in_state[state])
 
     def add(self, request: Request, now_s: float, *, prefill_only: bool) -> None:
         """Queue a sequence that fits (the engine has checked)."""
@@ -177,6 +192,65 @@ class Scheduler:
             if outcome is not None:
                 self._emit(sequence, outcome, end_s, result)
         return result
+
+    # What simulations do in place of many equal steps
+
+    def steps_until_event(self) -> int:
+        """How many coming steps would each compute one decode of every running sequence and nothing else, unless a command
+        comes; the last of them may end some. 0: the next one would start, prefill or preempt something.
+
+        Nothing can become startable meanwhile: seats and watermark stay, available blocks only get fewer, and what is published
+        is output, which no prompt that waits begins with.
+        """
+        running = self._running
+        if not self._all_decode() or self._startable(self._config.max_num_batched_tokens - len(running)) is not None:
+            return 0
+        num_steps = min(map(self._stops.num_tokens_left, running))
+        if self._num_blocks_lacking(num_steps) > self._pool.num_available:
+            allowed = range(num_steps)
+            num_steps = bisect_right(allowed, self._pool.num_available, key=self._num_blocks_lacking) - 1
+        return num_steps
+
+    def grant_beside_decodes(self, now_s: float) -> list[Reservation]:
+        """What the next step would grant after its decodes, where it would do nothing else before; so that it may be skipped."""
+        plan = Plan()
+        budget = self._config.max_num_batched_tokens - len(self._running)
+        if not self._queued or not self._all_decode() or self._num_blocks_lacking(1) > self._pool.num_available:
+            return plan.reserved
+        for sequence in self._running:
+            self._can_grow(sequence, plan)
+        while (head := self._startable(budget)) is not None and head.state is SeqState.QUEUED:
+            head.started_s = now_s
+            self._grant(head, plan)
+        return plan.reserved
+
+    def _all_decode(self) -> bool:
+        """Whether a step would compute one token of every running sequence, none of them the first."""
+        running = self._running
+        fits = 0 < len(running) <= self._config.max_num_batched_tokens
+        return fits and all(s.num_computed + 1 == len(s.token_ids) and s.first_token_s is not None for s in running)
+
+    def skip(self, num_steps: int, token: int) -> list[SequenceEnded]:
+        """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`, which stops
+        nothing."""
+        ended, tokens, size = [], [token] * num_steps, self._block_size
+        for sequence in list(self._running):
+            sequence.num_computed += num_steps  # of output alone: no prompt token is among them
+            sequence.token_ids += tokens
+            sequence.output_ids += tokens
+            lacking = -(-sequence.num_computed // size) - len(sequence.blocks)
+            if lacking > 0:
+                sequence.blocks += self._pool.allocate(lacking, Hold.ACTIVE)
+            self._cache.publish(sequence)
+            if not self._stops.num_tokens_left(sequence):
+                ended.append(self._end(sequence, FinishReason.LENGTH))
+        self.totals.output_tokens += num_steps * (len(self._running) + len(ended))
+        return ended
+
+    def _num_blocks_lacking(self, num_steps: int) -> int:
+        """For so many steps of all that run."""
+        size, more = self._block_size, num_steps - 1
+        return sum(max(0, -(-(len(s.token_ids) + more) // size) - len(s.blocks)) for s in self._running)
 
     def check_integrity(self, exchanged: Set[int] = frozenset()) -> None:
         """Assert that blocks, queues and states agree; `exchanged` blocks are reserved by others (engine/block_exchange.py)."""

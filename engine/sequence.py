@@ -54,6 +54,12 @@ class StopRules:
             return FinishReason.LENGTH
         return FinishReason.NONE
 
+    def num_tokens_left(self, sequence: Sequence) -> int:
+        """Tokens until its length ends it, if nothing does before."""
+        return min(
+            sequence.request.sampling.max_tokens - len(sequence.output_ids), self.max_len - len(sequence.token_ids)
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -91,7 +91,7 @@ class Pair:
         self.state = PairState.PROBING
         self.transport = ""
         self.sender = Sender(wire.send, emit, channel.frame_bytes, channel.num_slots, config.transfer_timeout_s)
-        self.receiver = Receiver(wire.receive, emit, epoch, channel.num_slots, config.max_resends)
+        self.receiver = Receiver(wire.receive, emit, epoch, channel.num_slots, config.max_resends, config.quiet_s)
         self._emit = emit
         self._direct_required = config.mode == "direct"
         self._offers_pool = config.mode != "staged" and wire.send is store and store.memory is not None

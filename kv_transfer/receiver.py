@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.config import KVTransferConfig
 from baton.kv_copy import copy_blocks, crc32c
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Credit, PeerPool
@@ -33,7 +34,7 @@ from kv_transfer.frame import HEADER_BYTES, PLACE_BYTES, FrameHeader, Kind, is_o
 
 EXPIRED = "expired"
 DAMAGED = "damaged"
-QUIET_S = 0.25  # after Commit, silence that counts as loss; doubled each time, so that a paused sender is not blamed
+QUIET_S = KVTransferConfig().quiet_s  # after Commit, silence that counts as loss
 
 
 @dataclass(slots=True)
@@ -65,12 +66,19 @@ class Receiver:
     """Judges frames and writes the good ones. Owns no memory; writes blocks of open tickets through `store`."""
 
     def __init__(
-        self, store: BlockStore, emit: Callable[[KVEvent], None], epoch: int, num_slots: int, max_resends: int
+        self,
+        store: BlockStore,
+        emit: Callable[[KVEvent], None],
+        epoch: int,
+        num_slots: int,
+        max_resends: int,
+        quiet_s: float = QUIET_S,
     ) -> None:
         self._store = store
         self._emit = emit
         self._epoch = epoch
         self._max_resends = max_resends
+        self._quiet_s = quiet_s  # KVTransferConfig
         self._turns = [0] * num_slots  # frames taken from each lane; wraps
         self._tickets: dict[int, _Ticket] = {}
         self.peer_pool: PeerPool | None = None  # where frames of direct mode point
@@ -268,4 +276,4 @@ class Receiver:
         return ticket.num_incomplete < self._max_resends or bool(ticket.damaged)
 
     def _restart_quiet(self, ticket: _Ticket, now_s: float) -> None:
-        ticket.quiet_deadline_s = now_s + QUIET_S * 2**ticket.num_incomplete
+        ticket.quiet_deadline_s = now_s + self._quiet_s * 2**ticket.num_incomplete

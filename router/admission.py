@@ -64,6 +64,17 @@ class Shed:
 
 
 @dataclass(frozen=True, slots=True)
+class Slack:
+    """What calls of other classes leave, as one router sees it."""
+
+    num_waiting: int  # their calls in its queue
+    num_shed: int  # of theirs, since the start
+    has_lane: bool  # a prefill worker is free
+    num_free: int  # seats under a TPOT target; below 0: it is missed
+    num_decoding: int  # sequences on all decode workers
+
+
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """Hard ones. Defaults and their sources: baton/config.py."""
 
@@ -374,6 +385,16 @@ class Admission:
         if turn.misses is Reason.DEADLINE:
             return Shed(turn.misses, message, 0.0)
         return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))
+
+    # -- what is left ------------------------------------------------------------------------------------------------
+
+    def slack(self, slo_class: str, tpot_s: float, num_shed: int, now_s: float) -> Slack:
+        """What the others leave to `slo_class`, under the TPOT target `tpot_s`."""
+        num_waiting = sum(turn.slo_class != slo_class for turn in self.queue.calls) if self.queue else 0
+        has_lane = self._is_ready and self._lanes.free_s <= now_s + self.bounds.window_s
+        num_free = self._seats_for(tpot_s).num_free if self._is_ready else 0
+        num_free = min(num_free, self.bounds.max_inflight - self.num_seqs)
+        return Slack(num_waiting, num_shed, has_lane, num_free, self._num_decoding)
 
     # -- 4 and gone --------------------------------------------------------------------------------------------------
 

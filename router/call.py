@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -21,18 +22,19 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.slo import SLO
 from baton.timings import Timings
-from router.admission import MIN_RETRY_AFTER_S, Turn
+from router.admission import MIN_RETRY_AFTER_S, Slack, Turn
 from router.call_events import Audience, CallDone, CallEvent, ChoiceSink, Outbox, PieceSink, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.detokenizer import TextStream, TokenTable
 from router.explain import brief_json
 from router.fleet import Fleet
+from router.goodput import Goodput, GoodputGauges
 from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
@@ -41,6 +43,7 @@ from router.prefix_index import Hashes
 from router.resume import ResumableCalls, Resumed, ResumePoint, replay, resumption
 from router.retry_budget import RetryBudget
 from router.sequence import SequenceJob, SequenceReport
+from router.service_tiers import BATCH
 from router.slo_watch import SloWatch
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
@@ -243,7 +246,9 @@ class Calls:
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._slo_watch = slo_watch
-        self._ledger = Ledger(slo_watch, metrics)
+        self.goodput = Goodput(time.monotonic())
+        metrics.registry.add(GoodputGauges(self.goodput, time.monotonic))
+        self._ledger = Ledger(slo_watch, metrics, self.goodput)
         self._turns = Turns(config, fleet, metrics.admission)
         self.keys = KeyFile(config.api_keys_file)
         budget = RetryBudget(config.max_inflight)
@@ -258,6 +263,15 @@ class Calls:
     @property
     def num_inflight(self) -> int:
         return self._num_inflight
+
+    def oldest_queued_s(self) -> float:
+        """How long the call has waited that waits longest for its turn; 0 = none waits."""
+        return self._turns.oldest_s()
+
+    def slack(self) -> Slack:
+        """What the other classes leave to batches, under the tightest TPOT target in force."""
+        targets = [slo.tpot_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]
+        return self._turns.slack(BATCH, min(targets, default=math.inf))
 
     @property
     def table(self) -> TokenTable:
@@ -276,6 +290,13 @@ class Calls:
     def tenant(self, fields: Mapping[str, str]) -> Tenant:
         """Who sends these HTTP headers, or gRPC metadata. Raises: Unauthenticated."""
         return self.keys.ring.tenant(fields)
+
+    def tenant_named(self, name: str) -> Tenant:
+        """Whose work was taken earlier. Raises: Unauthenticated, where no key is its any more."""
+        tenant = self.keys.ring.tenants.get(name)
+        if tenant is None:
+            raise Unauthenticated("the API key that sent it is not known here any more", field="authorization")
+        return tenant
 
     def abort(self, tenant: Tenant, request_id: str) -> int:
         """End the tenant's calls that carry this label; returns how many."""
@@ -333,6 +354,8 @@ class Calls:
             if resumed is None:
                 check(spec, self.limits)
             slo = self._slo_watch.targets(spec.labels)
+            if resumed is None:
+                self._ledger.arrived(slo)
             place = self._admit(spec, slo)
             deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)
             call = await self._start(spec, slo, place, arrival_s, deadline_s, resumed)
@@ -385,18 +408,21 @@ class Calls:
         backlog_bytes = self._config.client_backlog_bytes
         call = Call(spec, slo, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed)
         call.hashes = await self._fleet.hash_prompt(request)
-        place.arrive(self._turn(call, slo), call.reports)
+        cached_tokens = self._fleet.cached_tokens(call.hashes)
+        if resumed is None:
+            self._ledger.read(call, slo, cached_tokens)
+        place.arrive(self._turn(call, slo, cached_tokens), call.reports)
         if request.resumption is not None:
             self.resumable.add(request.resumption.key, call)
         self._running.add(call)
         return call
 
-    def _turn(self, call: Call, slo: SLO) -> Turn:
+    def _turn(self, call: Call, slo: SLO, cached_tokens: int) -> Turn:
         request, sampling = call.request, call.request.sampling
         return Turn(
             tenant=call.spec.tenant,
             band=request.priority,
-            tokens=len(request.token_ids) - self._fleet.cached_tokens(call.hashes),
+            tokens=len(request.token_ids) - cached_tokens,
             since_s=call.arrival_s,
             slo_class=slo.name,
             ttft_s=slo.ttft_ms / 1e3,

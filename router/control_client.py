@@ -13,6 +13,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,8 +25,10 @@ from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.explain import told_json
 from router.fleet import Endpoint, Fleet
+from router.goodput import Goodput
 from router.session import CHANNEL_OPTIONS
 from router.slo_watch import SloWatch
+from router.windows import class_pb, worker_pb
 
 log = get_log("router.control")
 
@@ -32,12 +36,26 @@ RETRY_S = 0.5  # one heartbeat (DESIGN section 5); SLO changes must be in force 
 REPORT_S = 1.0
 REPORT_SHARE = 0.01  # of the loop's time: a report on a thousand workers takes some 50 ms
 MAX_REPORT_S = 4.0  # the controller counts a router that it has not heard of for 5 s as gone
-WORKERS_PER_SLICE = 25  # about a millisecond
+ITEMS_PER_SLICE = 25  # workers, or windows: about a millisecond
 MAX_LINKS = 64  # of one worker
 CALL_TIMEOUT_S = 5.0  # an answer that takes longer is of no use to a report each second
 
 
 _CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, *CLIENT_OPTIONS)
+
+Item = TypeVar("Item")
+Told = TypeVar("Told")
+
+
+class CallCounts(Protocol):
+    """What is told of calls (router/call.py)."""
+
+    goodput: Goodput
+
+    @property
+    def num_inflight(self) -> int: ...
+
+    def oldest_queued_s(self) -> float: ...
 
 
 class ControlClient:
@@ -49,7 +67,7 @@ class ControlClient:
         router_id: str,
         fleet: Fleet,
         slo_watch: SloWatch,
-        num_inflight: Callable[[], int],
+        calls: CallCounts,
         trust: PeerTrust = PLAIN,
     ) -> None:
         self._address = address
@@ -57,7 +75,7 @@ class ControlClient:
         self._router_id = router_id
         self._fleet = fleet
         self._slo_watch = slo_watch
-        self._num_inflight = num_inflight
+        self._calls = calls
         self._asked: set[str] = set()  # request ids that the controller wants explained
         self._hurry = asyncio.Event()  # the next report is awaited
         self._tasks: list[asyncio.Task[None]] = []
@@ -132,23 +150,40 @@ class ControlClient:
 
     async def _current(self) -> tuple[control_pb2.RouterReport, float]:
         """The report, made in slices between which streams get their tokens, and what it took, in seconds."""
-        views: list[control_pb2.WorkerView] = []
-        endpoints, cost_s = self._fleet.endpoints, 0.0
-        for first in range(0, len(endpoints), WORKERS_PER_SLICE):
-            began_s = time.monotonic()
-            views += map(_view, endpoints[first : first + WORKERS_PER_SLICE])
-            cost_s += time.monotonic() - began_s
-            await asyncio.sleep(0)
+        goodput, now_s = self._calls.goodput, time.monotonic()
+        views, views_s = await _in_slices(self._fleet.endpoints, _view)
+        classes, classes_s = await _in_slices(goodput.class_windows(now_s), class_pb)
+        workers, workers_s = await _in_slices(goodput.worker_windows(now_s), worker_pb)
         report = control_pb2.RouterReport(
             router_id=self._router_id,
             slo_version=self._slo_watch.version,
             verdicts=self._slo_watch.totals(),
             workers=views,
-            num_inflight=self._num_inflight(),
+            num_inflight=self._calls.num_inflight,
             pid=os.getpid(),
             explained=self._explained(),
+            class_windows=classes,
+            worker_windows=workers,
+            arrived=[
+                control_pb2.ClassArrivals(class_name=name, num_arrived=count)
+                for name, count in self._calls.goodput.arrivals()
+            ],
+            oldest_queued_s=self._calls.oldest_queued_s(),
         )
-        return report, cost_s
+        return report, views_s + classes_s + workers_s
+
+
+async def _in_slices(items: Iterable[Item], told: Callable[[Item], Told]) -> tuple[list[Told], float]:
+    """All of them told, and the seconds that took; other tasks run between slices."""
+    rest, result, cost_s = iter(items), list[Told](), 0.0
+    while True:
+        began_s = time.monotonic()
+        part = [told(item) for item in islice(rest, ITEMS_PER_SLICE)]
+        cost_s += time.monotonic() - began_s
+        result += part
+        if len(part) < ITEMS_PER_SLICE:
+            return result, cost_s
+        await asyncio.sleep(0)
 
 
 def _view(endpoint: Endpoint) -> control_pb2.WorkerView:

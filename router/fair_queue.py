@@ -107,6 +107,10 @@ class FairQueue(Generic[T]):
         """Everybody, oldest first within each band."""
         return [call for band in self._order for call in self._bands[band].by_age.values()]
 
+    def oldest_since_s(self) -> float | None:
+        """When the oldest came; None: nobody waits. Bands hold theirs in order of coming."""
+        return min((next(iter(self._bands[band].by_age.values())).since_s for band in self._order), default=None)
+
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def push(self, call: T, credit: float = 0.0) -> None:

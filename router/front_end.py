@@ -20,6 +20,7 @@ from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.model_files import ModelFiles
 from baton.peer_trust import Part, PeerTrust
+from router.batch.service import BatchService
 from router.call import Calls
 from router.chat_template import ChatTemplate
 from router.control_client import ControlClient
@@ -28,7 +29,7 @@ from router.fleet import Fleet
 from router.grpc_api import GrpcServer, ServingApi
 from router.http_server import HttpServer
 from router.metrics import RouterMetrics
-from router.openai_api import build_app
+from router.openai_api import GenerationApi, build_app
 from router.session import Liveness, SessionIdentity
 from router.slo_watch import SloWatch
 from router.tokenizer import Tokenizer
@@ -62,7 +63,12 @@ class FrontEnd:
         self.metrics = RouterMetrics(self.fleet)
         limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)
         self.calls = Calls(config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch)
-        app = build_app(config, spec, self.calls, self.tokenizer, self.fleet, self.metrics)
+        generation = GenerationApi(spec.name, self.calls, config.client_backlog_bytes)
+        self._batches = self._new_batches(config, generation)
+        app = build_app(
+            config, spec, self.calls, self.tokenizer, self.fleet, self.metrics, generation,
+            self._batches.api if self._batches is not None else None,
+        )  # fmt: skip
         self._http = [HttpServer(config, app)]
         try:
             if config.process_port:
@@ -77,14 +83,19 @@ class FrontEnd:
         self._workers = workers
         self._drain_s = config.drain_s
         self._control = (
-            ControlClient(
-                config.control_address, router_id, self.fleet, self.slo_watch, lambda: self.calls.num_inflight, trust
-            )
+            ControlClient(config.control_address, router_id, self.fleet, self.slo_watch, self.calls, trust)
             if config.control_address
             else None
         )
         self._readiness: asyncio.Task[None] | None = None
         self._keys: asyncio.Task[None] | None = None
+
+    def _new_batches(self, config: RouterConfig, answers: GenerationApi) -> BatchService | None:
+        """None: there is no folder for them."""
+        if not (config.batch.enabled and config.batch.folder):
+            return None
+        calls, registry = self.calls, self.metrics.registry
+        return BatchService(config.batch, answers, calls.slack, calls.tenant, registry, config.request_timeout_s)
 
     async def start(self) -> None:
         if self._control is not None:
@@ -96,11 +107,15 @@ class FrontEnd:
         await self._grpc.start()
         for http in self._http:
             await http.start()
+        if self._batches is not None:
+            self._batches.start()
         log.info("router_started", http_port=self.http_port, grpc_port=self.grpc_port)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Take no more calls; return when none is running, after `drain_s`, or when `hurry` is set."""
         self.calls.close_door()
+        if self._batches is not None:
+            await self._batches.stop()
         await self._grpc.set_ready(False)
         self._grpc.leave()
         for http in self._http:
@@ -113,6 +128,8 @@ class FrontEnd:
         await asyncio.gather(*waits, return_exceptions=True)
 
     async def stop(self) -> None:
+        if self._batches is not None:
+            await self._batches.stop()
         self.calls.stop()
         await asyncio.gather(*(http.stop() for http in self._http), self._grpc.stop())
         if self._control is not None:

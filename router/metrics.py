@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from baton.slo import Verdict
 from router.admission_metrics import AdmissionMetrics
 from router.fleet import Fleet
+from router.goodput import TTFTSplit
 from router.series import Counter, CounterChild, Histogram, HistogramChild, Registry
 from router.worker_gauges import WorkerGauges
 
 # Seconds. From one gRPC message (0.5 ms) to a long prompt on a laptop (2 min), about 2.5 steps per doubling near the targets.
 _LATENCY_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+TTFT_PARTS = ("admission", "queue", "prefill", "network")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class CallRecord:
     finished: bool
     ttft_s: float | None
     queue_s: float | None
+    ttft_split: TTFTSplit | None
     handoff_gap_s: float | None
     gaps_s: Sequence[Sequence[float]]  # by choice, sorted
     call_s: float
@@ -54,6 +57,7 @@ class _ClassSeries:
 
     ttft: HistogramChild
     queue: HistogramChild
+    parts: tuple[HistogramChild, ...]  # of TTFT, in the order of TTFT_PARTS
     gap: HistogramChild
     e2e: HistogramChild
     itl: HistogramChild
@@ -78,6 +82,13 @@ class RouterMetrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Gaps between tokens.")
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first prefill step.")
+        self._parts = Histogram(
+            "baton_time_to_first_token_part_seconds",
+            "Where it went: waiting at the router, in the worker's queue, computing, on the way.",
+            ["slo_class", "part"],
+            self.registry,
+            _LATENCY_BUCKETS,
+        )
         self._gap = self._histogram("handoff_gap_seconds", "Token 1 to token 2 where two workers made them.")
         self._e2e = self._histogram("request_duration_seconds", "Arrival to the end.")
         self._violations = self._counter("request_slo_violation", "Calls that missed a target.", "type")
@@ -124,6 +135,10 @@ class RouterMetrics:
             of_class.local.inc(record.local)
         if record.queue_s is not None:
             of_class.queue.observe(record.queue_s)
+        if (split := record.ttft_split) is not None:
+            seconds = (split.admission_s, split.queue_s, split.prefill_s, split.network_s)
+            for part, part_s in zip(of_class.parts, seconds, strict=True):
+                part.observe(part_s)
         if record.handoff_gap_s is not None:
             of_class.gap.observe(record.handoff_gap_s)
         if record.finished:
@@ -141,6 +156,7 @@ class RouterMetrics:
         series = self._of_class[name] = _ClassSeries(
             ttft=self._ttft.labels(name),
             queue=self._queue.labels(name),
+            parts=tuple(self._parts.labels(name, part) for part in TTFT_PARTS),
             gap=self._gap.labels(name),
             e2e=self._e2e.labels(name),
             itl=self._itl.labels(name),

@@ -40,19 +40,21 @@ from router.asgi import (
     send_error,
     send_json,
 )
+from router.batch.api import BatchApi
+from router.batch.line_server import Answered
 from router.call import Call, Calls
 from router.call_events import ChoiceFinished, Piece, PieceSink
-from router.call_spec import ChatPrompt
+from router.call_spec import CallLabels, ChatPrompt
 from router.detokenizer import TextStream
 from router.fleet import Fleet
 from router.http_protocol import Exchange, exchange_of
 from router.labels import REQUEST_ID, labels_from
 from router.metrics import RouterMetrics
-from router.openai_replies import ChatReply, CompletionReply, Wording
+from router.openai_replies import ChatReply, CompletionReply, Json, Wording
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from router.openapi import openapi_document
 from router.series import CONTENT_TYPE, Gauge
-from router.service_tiers import tier_of
+from router.service_tiers import BATCH, tier_of
 from router.sse import SseStream
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
@@ -146,6 +148,15 @@ def _say(post: Post, error: BatonError) -> None:
         exchange.cut()
 
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_GENERATIONS: Mapping[
+    str, tuple[str, type[ChatRequest] | type[CompletionRequest], type[ChatReply] | type[CompletionReply]]
+] = {
+    CHAT: ("chat", ChatRequest, ChatReply),
+    COMPLETIONS: ("completions", CompletionRequest, CompletionReply),
+}
+
+
 class GenerationApi:
     """The two endpoints that generate."""
 
@@ -154,19 +165,9 @@ class GenerationApi:
         self._calls = calls
         self._backlog_bytes = backlog_bytes
 
-    async def chat(self, post: Post) -> None:
-        await self._generate("chat", ChatRequest, ChatReply, post)
-
-    async def completions(self, post: Post) -> None:
-        await self._generate("completions", CompletionRequest, CompletionReply, post)
-
-    async def _generate(
-        self,
-        api: str,
-        kind: type[ChatRequest] | type[CompletionRequest],
-        reply_kind: type[ChatReply] | type[CompletionReply],
-        post: Post,
-    ) -> None:
+    async def generate(self, url: str, post: Post) -> None:
+        """Answer a POST to one of the two."""
+        api, kind, reply_kind = _GENERATIONS[url]
         exchange = post.exchange
         try:
             body = parse(kind, post.body)
@@ -175,18 +176,52 @@ class GenerationApi:
             self._calls.refused(api, error)
             raise
         async with self._calls.open(spec, exchange.arrival_s) as call:
-            reply = reply_kind(self._wording(call, bool(body.return_token_ids)), self._calls.table)
+            token_ids = bool(body.return_token_ids)
             if body.stream:
+                reply = reply_kind(self._wording(call, token_ids), self._calls.table)
                 uniform = spec.sampling.logprobs is None and not body.return_token_ids
                 stream = SseStream(
                     exchange, call.request_id, reply, self._calls.table, self._backlog_bytes, uniform, call.explanation
                 )
                 await _stream(stream, call, body.include_usage)
             else:
-                whole = Whole()
-                done = await call.tell(whole)
+                answer = await self._whole(call, reply_kind, token_ids)
                 fields = request_id_field(call.request_id) + explanation_field(call.explanation())
-                send_json(exchange, 200, reply.whole(whole.pieces, whole.ends, done), fields)
+                send_json(exchange, 200, answer, fields)
+
+    async def answer(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        tenant: str,
+        request_id: str,
+        timeout_s: float,
+        on_first: Callable[[], None],
+    ) -> Answered:
+        """A line of a batch, whole, as a call of the class `batch`. Raises: BatonError."""
+        api, kind, reply_kind = _GENERATIONS[url]
+        try:
+            parsed = parse(kind, body)
+            labels = CallLabels(request_id, slo_class=BATCH, timeout_s=timeout_s)
+            spec = replace(parsed.spec(labels), tenant=self._calls.tenant_named(tenant))
+        except BatonError as error:
+            self._calls.refused(api, error)
+            raise
+        async with self._calls.open(spec, time.monotonic()) as call:
+            token_ids = bool(parsed.return_token_ids)
+            return Answered(call.request_id, await self._whole(call, reply_kind, token_ids, on_first))
+
+    async def _whole(
+        self,
+        call: Call,
+        reply_kind: type[ChatReply] | type[CompletionReply],
+        token_ids: bool,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> Json:
+        whole = Whole(on_first)
+        done = await call.tell(whole)
+        reply = reply_kind(self._wording(call, token_ids), self._calls.table)
+        return reply.whole(whole.pieces, whole.ends, done)
 
     def _wording(self, call: Call, token_ids: bool) -> Wording:
         return Wording(
@@ -212,9 +247,10 @@ async def _stream(stream: SseStream, call: Call, include_usage: bool) -> None:
 
 
 class Whole:
-    """An Audience that keeps everything."""
+    """An Audience that keeps everything, and tells of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
         self.pieces: list[Piece] = []
         self.ends: list[ChoiceFinished] = []
 
@@ -223,6 +259,8 @@ class Whole:
 
     def _keep(self, event: Piece | ChoiceFinished) -> None:
         if isinstance(event, Piece):
+            if not self.pieces:
+                self._on_first()
             self.pieces.append(event)
         else:
             self.ends.append(event)
@@ -269,12 +307,15 @@ class TokenApi:
 class Pages:
     """What operators and probes read."""
 
-    def __init__(self, spec: ModelSpec, fleet: Fleet, metrics: RouterMetrics, calls: Calls) -> None:
+    def __init__(
+        self, spec: ModelSpec, fleet: Fleet, metrics: RouterMetrics, calls: Calls, has_batches: bool
+    ) -> None:  # fmt: skip
         self._spec = spec
         self._fleet = fleet
         self._metrics = metrics
         self._calls = calls
         self._started = int(time.time())
+        self._has_batches = has_batches
         Gauge("baton_num_requests_inflight", "Calls at this router.", lambda: calls.num_inflight, metrics.registry)
 
     async def models(self, request: Request) -> Response:
@@ -286,7 +327,7 @@ class Pages:
         return JSONResponse({"object": "list", "data": [{**model, **ours}]}, headers=_request_id(request))
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi_document(self._calls.limits))
+        return JSONResponse(openapi_document(self._calls.limits, self._has_batches))
 
     async def healthz(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -307,16 +348,22 @@ class Pages:
 
 
 def build_app(
-    config: RouterConfig, spec: ModelSpec, calls: Calls, tokenizer: Tokenizer, fleet: Fleet, metrics: RouterMetrics
+    config: RouterConfig,
+    spec: ModelSpec,
+    calls: Calls,
+    tokenizer: Tokenizer,
+    fleet: Fleet,
+    metrics: RouterMetrics,
+    generation: GenerationApi,
+    batches: BatchApi | None,
 ) -> Front:
-    """The whole HTTP side of a router."""
-    generation = GenerationApi(spec.name, calls, config.client_backlog_bytes)
+    """The whole HTTP side of a router; `batches`: None where there are none."""
     tokens = TokenApi(spec, tokenizer)
-    pages = Pages(spec, fleet, metrics, calls)
+    pages = Pages(spec, fleet, metrics, calls, has_batches=batches is not None)
     endpoint = partial(JsonEndpoint, config.max_body_bytes, calls.tenant)
-    posts = {
-        "/v1/chat/completions": endpoint(generation.chat, partial(calls.refused, "chat")),
-        "/v1/completions": endpoint(generation.completions, partial(calls.refused, "completions")),
+    posts: dict[str, ASGIApp] = {
+        CHAT: endpoint(partial(generation.generate, CHAT), partial(calls.refused, "chat")),
+        COMPLETIONS: endpoint(partial(generation.generate, COMPLETIONS), partial(calls.refused, "completions")),
         "/v1/tokenize": endpoint(tokens.tokenize),
         "/v1/detokenize": endpoint(tokens.detokenize),
     }
@@ -329,15 +376,19 @@ def build_app(
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, page, methods=["GET"]) for path, page in gets.items()]
+    if batches is not None:
+        posts["/v1/files"] = batches.upload
+        posts["/v1/batches"] = endpoint(partial(_create_batch, batches))
+        routes += batches.routes()
     return Front(
-        posts, Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Unauthenticated: _no_key})
+        posts, Starlette(routes=routes, exception_handlers={HTTPException: _http_error, BatonError: _baton_error})
     )
 
 
 class Front:
     """The ASGI application: POSTs to known paths are looked up, everything else is Starlette's."""
 
-    def __init__(self, posts: Mapping[str, JsonEndpoint], rest: ASGIApp) -> None:
+    def __init__(self, posts: Mapping[str, ASGIApp], rest: ASGIApp) -> None:
         self._posts = posts
         self._rest = rest
 
@@ -348,8 +399,12 @@ class Front:
         await app(scope, receive, send)
 
 
-async def _no_key(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Unauthenticated)
+async def _create_batch(batches: BatchApi, post: Post) -> None:
+    send_json(post.exchange, 200, await batches.create(post.tenant, post.body))
+
+
+async def _baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
     return JSONResponse(error_body(error), status_code=error.http_status, headers=_request_id(request))
 
 

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from baton.timings import Timings
+from router.batch import openapi as batch_openapi
+from router.batch.api import CreateBatch
 from router.labels import EXPLAIN, REQUEST_ID, SESSION_ID, SLO_CLASS, SLO_TPOT_MS, SLO_TTFT_MS, TIMEOUT_MS
 from router.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.service_tiers import Tier
@@ -212,10 +214,14 @@ _ERRORS = {
 }
 
 
-def openapi_document(limits: Limits) -> Schema:
-    """OpenAPI 3.1, complete: anything else is refused."""
-    bodies = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-    answers = (ChatCompletion, ChatChunk, Completion, CompletionChunk, Tokens, Text, Models, Error)
+def openapi_document(limits: Limits, has_batches: bool = False) -> Schema:
+    """OpenAPI 3.1, complete: anything else is refused. `has_batches`: files and batches are served."""
+    bodies: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    answers: tuple[type[BaseModel], ...] = (
+        ChatCompletion, ChatChunk, Completion, CompletionChunk, Tokens, Text, Models, Error,
+    )  # fmt: skip
+    if has_batches:
+        bodies, answers = (*bodies, CreateBatch), (*answers, *batch_openapi.ANSWERS)
     schemas: Schema = models_json_schema(
         [*((kind, "validation") for kind in bodies), *((kind, "serialization") for kind in answers)], ref_template=REF
     )[1]["$defs"]
@@ -223,6 +229,11 @@ def openapi_document(limits: Limits) -> Schema:
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", "Message"):
         for field, schema in schemas[name]["properties"].items():
             _write_in(schema, limited.get(field, {}))
+    if has_batches:
+        properties = schemas["CreateBatch"]["properties"]
+        for field, limit in batch_openapi.CREATE_LIMITS.items():
+            properties[field] |= limit
+        _write_in(properties["metadata"], limited["metadata"])
     schemas["TokenizeRequest"]["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
     return {
         "openapi": "3.1.0",
@@ -236,6 +247,7 @@ def openapi_document(limits: Limits) -> Schema:
             "/healthz": _get("healthz", _TEXT),
             "/readyz": _get("readyz", _TEXT, unready=_TEXT),
             "/metrics": _get("metrics", _TEXT),
+            **(batch_openapi.paths(_ref, _error_responses()) if has_batches else {}),
         },
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],

@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from baton.config import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Role
-from router.admission import MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Shed, Turn
+from router.admission import MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Shed, Slack, Turn
 from router.admission_metrics import AdmissionMetrics
 from router.capacity import WorkerLoad
 from router.fleet import Fleet
@@ -112,6 +113,7 @@ class Turns:
         self._places: dict[int, Place] = {}  # that arrived, by id() of the turn
         self._fresh: dict[int, Place] = {}  # of these, without a first token
         self._num_at_door = 0
+        self._num_shed: Counter[str] = Counter()  # for want of room, by class
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         metrics.follow(lambda: len(self.admission.queue), lambda: self.admission.queue.tokens)
@@ -179,6 +181,18 @@ class Turns:
         self.admission.leave(turn, now_s)
         self._pump()
 
+    def oldest_s(self) -> float:
+        """Age of the oldest call in the queue; 0 = none waits."""
+        oldest_s = self.admission.queue.oldest_since_s()
+        return 0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s)
+
+    def slack(self, slo_class: str, tpot_s: float) -> Slack:
+        """What the other classes leave to this one, under the TPOT target `tpot_s`, now."""
+        now_s = time.monotonic()
+        self._look(now_s)
+        num_shed = self._num_shed.total() - self._num_shed[slo_class]
+        return self.admission.slack(slo_class, tpot_s, num_shed, now_s)
+
     # -- the policy's clock ------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -216,6 +230,7 @@ class Turns:
 
     def _error(self, turn: Turn, shed: Shed) -> BatonError:
         self._metrics.shed(turn.slo_class, shed.reason)
+        self._num_shed[turn.slo_class] += 1
         if shed.reason is Reason.DEADLINE and not shed.retry_after_s:
             return DeadlineExceeded(shed.message)
         return Overloaded(shed.message, retry_after_s=shed.retry_after_s)

@@ -102,6 +102,11 @@ _ROWS = (
         is_total=True,
     ),
     _Row(
+        "emulation_step_lateness_ratio",
+        "How late the worker's emulated steps end, p99 of the last 1,000, as a share of a step; 0 on real GPUs.",
+        lambda _, load: {"": load.p99_lateness},
+    ),
+    _Row(
         "outbox_bytes",
         "What the worker wrote and its routers, or peers, have not read.",
         lambda _, load: {"router": load.session_outbox_bytes, "peer": load.link_outbox_bytes},

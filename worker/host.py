@@ -34,6 +34,7 @@ from worker.engine_thread import Command, EngineThread
 from worker.kv_view import TransferFailures, kv_status
 from worker.links import DataPath, Links
 from worker.load_news import LoadNews
+from worker.loading import on_time
 from worker.parked import ParkedCalls
 from worker.role import KVPort, Ports, PullSource
 from worker.role import Role as RoleProtocol
@@ -106,6 +107,7 @@ class WorkerHost:
         identity: what routers are told in Opened (worker id, epoch, model, sizes).
         hello: what peers are told, but for the pair's nonce.
         on_fatal: the engine or a role is beyond repair; the process should end.
+        lateness: see worker.loading.LoadedModel.
     """
 
     def __init__(
@@ -120,14 +122,17 @@ class WorkerHost:
         loop: asyncio.AbstractEventLoop,
         on_fatal: Callable[[BaseException], None],
         trust: PeerTrust = PLAIN,
+        lateness: Callable[[], float] = on_time,
     ) -> None:
         self._config = config
         self._identity = identity
+        self._lateness = lateness
         self._loop = loop
         self._plane = plane
         self.epoch = identity.epoch
         self.role = Role[config.role.upper()]
         self._next_role: Role | None = None
+        self._flips_at_s = 0.0  # at the earliest: from then on an emulated worker has its next role
         self.draining = False
         self._engine_load = engine.load()
         self._cache_report = CacheReport()
@@ -355,13 +360,20 @@ class WorkerHost:
         except ValueError:
             log.warning("unknown_role", role=role)
             return
-        self._next_role = wanted if wanted is not self.role else None
+        before, self._next_role = self._next_role, wanted if wanted is not self.role else None
+        if self._next_role is not before:
+            self._flips_at_s = self.now_s() + self._config.emulation.flip_s
         self._flip_if_idle()
         if self._next_role is not None:  # it drains first
             self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
 
     def _flip_if_idle(self) -> None:
-        if self._next_role is None or self._is_busy():
+        if self._next_role is None:
+            return
+        now_s = self.now_s()
+        if self._is_busy():
+            self._flips_at_s = now_s + self._config.emulation.flip_s
+        if self._is_busy() or now_s < self._flips_at_s:
             return
         log.info("role_changed", before=self.role.name.lower(), after=self._next_role.name.lower())
         self.role = self._next_role
@@ -459,6 +471,10 @@ class WorkerHost:
             prompt_tokens_cached=engine.prompt_tokens_cached,
             output_tokens=engine.output_tokens,
             step_ms=engine.step_ms,
+            busy_s=engine.busy_s,
+            step_tokens=engine.step_tokens,
+            context_tokens=engine.context_tokens,
+            prompt_pairs=engine.prompt_pairs,
             num_tickets=kv.num_incoming,
             num_leases=kv.num_outgoing,
             slots_in_use=kv.slots_in_use,
@@ -473,4 +489,5 @@ class WorkerHost:
             quarantined_slots=kv.quarantined_slots,
             session_outbox_bytes=self.sessions.outbox_bytes(),
             link_outbox_bytes=self.links.outbox_bytes(),
+            p99_lateness=self._lateness(),
         )

@@ -19,11 +19,12 @@ from baton.config_load import from_json
 from baton.errors import ConfigError
 from baton.log import configure
 from worker.engine_thread import favour_the_loop
-from worker.server import LoadModel, WorkerServer, load_torch_model
+from worker.loading import LoadModel
+from worker.server import WorkerServer, load_model
 
 
-def main(load_model: LoadModel = load_torch_model) -> int:
-    """Run one worker to its end. Returns the exit status. `load_model`: tests bring a runner of their own."""
+def main(load: LoadModel = load_model) -> int:
+    """Run one worker to its end. Returns the exit status. `load`: tests bring a runner of their own."""
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
     config = from_json(WorkerConfig, parser.parse_args().config.read_text())
@@ -39,7 +40,7 @@ def main(load_model: LoadModel = load_torch_model) -> int:
         ended.set()
         hurry.set()
 
-    server = WorkerServer(config, on_fatal, load_model)
+    server = WorkerServer(config, on_fatal, load)
     try:
         port = server.start()
     except ConfigError as error:

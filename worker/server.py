@@ -13,8 +13,6 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,17 +24,17 @@ from baton.errors import ConfigError
 from baton.ids import new_epoch
 from baton.kv_layout import KVLayout
 from baton.log import get_log
-from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
 from baton.peer_trust import Part, PeerTrust
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
-from engine.ports import Runner
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane, make_transport
 from worker.announcer import announce
+from worker.emulation import emulated_link, load_emulated_model
 from worker.host import RoleBuilder, WorkerHost
+from worker.loading import Allocate, LoadedModel, LoadModel, load_torch_model
 from worker.session_service import SessionService
 
 log = get_log("worker.server")
@@ -58,31 +56,9 @@ def _load_builder(dotted: str) -> RoleBuilder:
     return builder
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run, and what is known of it."""
-
-    spec: ModelSpec
-    runner: Runner
-
-
-Allocate: TypeAlias = Callable[
-    [int], memoryview
-]  # bytes wanted -> zeroed memory that peers may map, if the transport can
-LoadModel: TypeAlias = Callable[[WorkerConfig, Allocate], LoadedModel]
-
-
-def load_torch_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
-    """Read the model's files and weights; the KV cache lies in memory of `allocate`.
-
-    Raises:
-        ConfigError: missing or damaged files, too little memory.
-    """
-    from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
-
-    files = load_model_files(config.model.path)
-    runner = load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate)
-    return LoadedModel(replace(files.spec, numerics=runner.numerics), runner)
+def load_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
+    """Load what the configuration names: a model, or the emulation of one. Raises: ConfigError."""
+    return (load_emulated_model if config.emulation.gpu else load_torch_model)(config, allocate)
 
 
 class WorkerServer:
@@ -92,7 +68,7 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         on_fatal: Callable[[BaseException], None] | None = None,
-        load_model: LoadModel = load_torch_model,
+        load_model: LoadModel = load_model,
     ) -> None:
         self._config = config
         self._load_model = load_model
@@ -117,8 +93,9 @@ class WorkerServer:
             ConfigError: the model, memory, port or transport is not to be had; the message says what to do.
         """
         self._thread.start()
-        if not self._started.wait(START_TIMEOUT_S):
-            raise ConfigError(f"worker {self._config.worker_id} did not start within {START_TIMEOUT_S:g} s")
+        patience_s = START_TIMEOUT_S + self._config.emulation.start_s
+        if not self._started.wait(patience_s):
+            raise ConfigError(f"worker {self._config.worker_id} did not start within {patience_s:g} s")
         if self._start_error is not None:
             self._thread.join()
             raise self._start_error
@@ -179,6 +156,8 @@ class WorkerServer:
             log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
         with contextlib.ExitStack() as not_started:
             transport = make_transport(config.kv, f"{self.epoch:016x}")
+            if config.emulation.gpu:
+                transport = emulated_link(config, transport)
             not_started.callback(transport.close)
             model = self._load_model(config, transport.allocate)
             kv_cache = model.runner.kv_cache
@@ -207,6 +186,7 @@ class WorkerServer:
                 self._loop,
                 self._on_fatal,
                 trust,
+                model.lateness,
             )
             await self._serve_host(self._host, trust)
         finally:

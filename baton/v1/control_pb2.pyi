@@ -317,17 +317,31 @@ class RouterReport(_message.Message):
     NUM_INFLIGHT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     EXPLAINED_FIELD_NUMBER: _builtins.int
+    CLASS_WINDOWS_FIELD_NUMBER: _builtins.int
+    WORKER_WINDOWS_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    OLDEST_QUEUED_S_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     slo_version: _builtins.int
     """in force at this router"""
     num_inflight: _builtins.int
     pid: _builtins.int
+    oldest_queued_s: _builtins.float
+    """age of the call that waits longest for its turn; 0 = none waits"""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassVerdicts]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]: ...
     @_builtins.property
     def explained(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explained]: ...
+    @_builtins.property
+    def class_windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWindow]:
+        """each class with a call of late, over each window"""
+
+    @_builtins.property
+    def worker_windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerWindow]: ...
+    @_builtins.property
+    def arrived(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassArrivals]: ...
     def __init__(
         self,
         *,
@@ -338,14 +352,208 @@ class RouterReport(_message.Message):
         num_inflight: _builtins.int = ...,
         pid: _builtins.int = ...,
         explained: _abc.Iterable[Global___Explained] | None = ...,
+        class_windows: _abc.Iterable[Global___ClassWindow] | None = ...,
+        worker_windows: _abc.Iterable[Global___WorkerWindow] | None = ...,
+        arrived: _abc.Iterable[Global___ClassArrivals] | None = ...,
+        oldest_queued_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explained", b"explained", "num_inflight", b"num_inflight", "pid", b"pid", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "class_windows", b"class_windows", "explained", b"explained", "num_inflight", b"num_inflight", "oldest_queued_s", b"oldest_queued_s", "pid", b"pid", "router_id", b"router_id", "slo_version", b"slo_version", "verdicts", b"verdicts", "worker_windows", b"worker_windows", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterReport: _TypeAlias = RouterReport  # noqa: Y015
+
+@_typing.final
+class ClassArrivals(_message.Message):
+    """What follows covers the last seconds, as router/windows.py says of each field. Sums, so that routers can be added up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASS_NAME_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVED_FIELD_NUMBER: _builtins.int
+    class_name: _builtins.str
+    num_arrived: _builtins.int
+    def __init__(
+        self,
+        *,
+        class_name: _builtins.str = ...,
+        num_arrived: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "num_arrived", b"num_arrived"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassArrivals: _TypeAlias = ClassArrivals  # noqa: Y015
+
+@_typing.final
+class TtftParts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    ADMISSION_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    NETWORK_S_FIELD_NUMBER: _builtins.int
+    num_calls: _builtins.float
+    admission_s: _builtins.float
+    queue_s: _builtins.float
+    prefill_s: _builtins.float
+    network_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_calls: _builtins.float = ...,
+        admission_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        network_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_s", b"admission_s", "network_s", b"network_s", "num_calls", b"num_calls", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TtftParts: _TypeAlias = TtftParts  # noqa: Y015
+
+@_typing.final
+class ClassWindow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASS_NAME_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    SPAN_S_FIELD_NUMBER: _builtins.int
+    NUM_MET_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_TTFT_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_TPOT_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_ITL_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_E2E_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    MET_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
+    HANDOFF_GAP_S_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVED_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTHS_FIELD_NUMBER: _builtins.int
+    OUTPUT_LENGTHS_FIELD_NUMBER: _builtins.int
+    class_name: _builtins.str
+    window_s: _builtins.float
+    span_s: _builtins.float
+    """that the sums cover: less than the window right after the router's start"""
+    num_met: _builtins.float
+    num_missed_ttft: _builtins.float
+    num_missed_tpot: _builtins.float
+    num_missed_itl: _builtins.float
+    num_missed_e2e: _builtins.float
+    num_failed: _builtins.float
+    met_tokens: _builtins.float
+    num_first_tokens: _builtins.float
+    ttft_s: _builtins.float
+    num_handoffs: _builtins.float
+    handoff_gap_s: _builtins.float
+    num_arrived: _builtins.float
+    num_sequences: _builtins.float
+    num_prompts: _builtins.float
+    prompt_tokens: _builtins.float
+    cached_tokens: _builtins.float
+    num_outputs: _builtins.float
+    output_tokens: _builtins.float
+    @_builtins.property
+    def parts(self) -> Global___TtftParts: ...
+    @_builtins.property
+    def prompt_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """counts by log bucket"""
+
+    @_builtins.property
+    def output_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        class_name: _builtins.str = ...,
+        window_s: _builtins.float = ...,
+        span_s: _builtins.float = ...,
+        num_met: _builtins.float = ...,
+        num_missed_ttft: _builtins.float = ...,
+        num_missed_tpot: _builtins.float = ...,
+        num_missed_itl: _builtins.float = ...,
+        num_missed_e2e: _builtins.float = ...,
+        num_failed: _builtins.float = ...,
+        met_tokens: _builtins.float = ...,
+        num_first_tokens: _builtins.float = ...,
+        ttft_s: _builtins.float = ...,
+        parts: Global___TtftParts | None = ...,
+        num_handoffs: _builtins.float = ...,
+        handoff_gap_s: _builtins.float = ...,
+        num_arrived: _builtins.float = ...,
+        num_sequences: _builtins.float = ...,
+        num_prompts: _builtins.float = ...,
+        prompt_tokens: _builtins.float = ...,
+        cached_tokens: _builtins.float = ...,
+        num_outputs: _builtins.float = ...,
+        output_tokens: _builtins.float = ...,
+        prompt_lengths: _abc.Iterable[_builtins.float] | None = ...,
+        output_lengths: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "class_name", b"class_name", "handoff_gap_s", b"handoff_gap_s", "met_tokens", b"met_tokens", "num_arrived", b"num_arrived", "num_failed", b"num_failed", "num_first_tokens", b"num_first_tokens", "num_handoffs", b"num_handoffs", "num_met", b"num_met", "num_missed_e2e", b"num_missed_e2e", "num_missed_itl", b"num_missed_itl", "num_missed_tpot", b"num_missed_tpot", "num_missed_ttft", b"num_missed_ttft", "num_outputs", b"num_outputs", "num_prompts", b"num_prompts", "num_sequences", b"num_sequences", "output_lengths", b"output_lengths", "output_tokens", b"output_tokens", "parts", b"parts", "prompt_lengths", b"prompt_lengths", "prompt_tokens", b"prompt_tokens", "span_s", b"span_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassWindow: _TypeAlias = ClassWindow  # noqa: Y015
+
+@_typing.final
+class WorkerWindow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    SPAN_S_FIELD_NUMBER: _builtins.int
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_IN_TARGET_FIELD_NUMBER: _builtins.int
+    NUM_MET_FIELD_NUMBER: _builtins.int
+    MET_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _worker_pb2.Role.ValueType
+    """in which it served: prefill or decode"""
+    window_s: _builtins.float
+    span_s: _builtins.float
+    num_calls: _builtins.float
+    num_in_target: _builtins.float
+    num_met: _builtins.float
+    met_tokens: _builtins.float
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+        window_s: _builtins.float = ...,
+        span_s: _builtins.float = ...,
+        num_calls: _builtins.float = ...,
+        num_in_target: _builtins.float = ...,
+        num_met: _builtins.float = ...,
+        met_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["met_tokens", b"met_tokens", "num_calls", b"num_calls", "num_in_target", b"num_in_target", "num_met", b"num_met", "role", b"role", "span_s", b"span_s", "window_s", b"window_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerWindow: _TypeAlias = WorkerWindow  # noqa: Y015
 
 @_typing.final
 class Explained(_message.Message):

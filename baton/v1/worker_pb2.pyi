@@ -636,6 +636,11 @@ class Load(_message.Message):
     LINK_OUTBOX_BYTES_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     KV_FAILURES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
+    P99_LATENESS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     draining: _builtins.bool
     num_running: _builtins.int
@@ -672,6 +677,16 @@ class Load(_message.Message):
     """what peers have not read yet"""
     num_slots: _builtins.int
     """ring slots of all pairs, of which slots_in_use hold a frame"""
+    busy_s: _builtins.float
+    """in steps; what these computed:"""
+    step_tokens: _builtins.int
+    """prompt tokens, again where they were recomputed, and decodes"""
+    context_tokens: _builtins.int
+    """whose KV the decodes read"""
+    prompt_pairs: _builtins.float
+    """(query, context) of the prompts' attention: n^2/2 of a whole one"""
+    p99_lateness: _builtins.float
+    """of emulated steps: how late they end, as a share of the step; 0 on real GPUs"""
     @_builtins.property
     def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """transfers that failed, by reason: kv_transfer/failure.py"""
@@ -708,10 +723,15 @@ class Load(_message.Message):
         link_outbox_bytes: _builtins.int = ...,
         num_slots: _builtins.int = ...,
         kv_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        busy_s: _builtins.float = ...,
+        step_tokens: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        prompt_pairs: _builtins.float = ...,
+        p99_lateness: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "p99_lateness", b"p99_lateness", "prompt_pairs", b"prompt_pairs", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "step_tokens", b"step_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,14 +3,15 @@
     viewer      GET
     operator    GET and everything that changes something
 
-The routes are in admin_slo.py, admin_workers.py and admin_requests.py, the tokens in admin_access.py. 422 when a value is
-beyond its limit (the body names field and limit), 400 for what is not JSON. Every error body is {"error": {"code", "message",
-"field"}}. Runs on the controller's event loop.
+The routes are in admin_slo.py, admin_control.py, admin_workers.py and admin_requests.py, the tokens in admin_tokens.py. 422 when
+a value is beyond its limit (the body names field and limit), 400 for what is not JSON. Every error body is {"error": {"code",
+"message", "field"}}. Runs on the controller's event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -21,23 +22,49 @@ from starlette.exceptions import HTTPException
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError
-from router.controller.admin_access import Doors, Refusal, Token
+from baton.log import get_log
+from router.controller import admin_models
+from router.controller.admin_access import Doors, Refusal, stale
+from router.controller.admin_control import control_routes
+from router.controller.admin_goodput import goodput_routes
 from router.controller.admin_requests import request_routes
-from router.controller.admin_slo import slo_routes, stale
+from router.controller.admin_slo import slo_routes
+from router.controller.admin_tokens import Token
 from router.controller.admin_workers import worker_routes
 from router.controller.controller import Controller
+from router.controller.feasibility import FloorSource, Forecast, emulated_floor
 from router.controller.fleet_state import FAILED, STARTING
-from router.controller.slo_store import StaleVersion
+from router.controller.versioned import StaleVersion
+
+log = get_log("controller.audit")
+
+_NOT_JSON = "the body is not JSON that can be read"
+MAX_BODY_BYTES = 1 << 20  # 64 classes take 16 KB
+_MAX_DIGITS = 18  # Python refuses to read numbers of thousands
 
 
-def make_app(controller: Controller, cluster: ClusterConfig, tokens: Iterable[Token]) -> FastAPI:
+def make_app(
+    controller: Controller,
+    cluster: ClusterConfig,
+    tokens: Callable[[], Sequence[Token]],
+    *,
+    floors: FloorSource | None = None,
+    forecast: Forecast | None = None,
+) -> FastAPI:
+    """`tokens`: those in force now. `floors`: what targets must be above; None = the timing of emulated GPUs, else what the
+    controller measured."""
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
-    doors = Doors(list(tokens))
+    doors = Doors(tokens)
+    require_reason = cluster.controller.require_reason
     app.include_router(_health(controller))
-    app.include_router(slo_routes(controller, doors))
+    floors = floors or emulated_floor(cluster.emulation) or controller.floor
+    app.include_router(slo_routes(controller, doors, floors, forecast, require_reason=require_reason))
+    app.include_router(control_routes(controller, doors, cluster.emulation.tp))
     app.include_router(worker_routes(controller, cluster, doors))
     app.include_router(request_routes(controller, doors))
+    app.include_router(goodput_routes(controller, doors))
     _answer_errors(app)
+    _bound_and_audit(app)
     return app
 
 
@@ -58,6 +85,29 @@ def _health(controller: Controller) -> APIRouter:
     return api
 
 
+def _bound_and_audit(app: FastAPI) -> None:
+    """Refuse large bodies before they are read, and leave one line per change and per refused caller."""
+
+    @app.middleware("http")
+    async def audited(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        if not _is_bounded(request.headers):
+            message = f"the body is larger than {MAX_BODY_BYTES} bytes, or does not say how large it is"
+            response: Response = _error(413, "too_large", message, "", {})
+        else:
+            response = await go_on(request)
+        if request.method not in ("GET", "HEAD") or response.status_code in (401, 403):
+            who = getattr(request.state, "caller", "")
+            log.info("admin", who=who, method=request.method, path=request.url.path, status=response.status_code)
+        return response
+
+
+def _is_bounded(headers: Mapping[str, str]) -> bool:
+    """Whether the body says its length, and that is one that can be of use."""
+    length = headers.get("content-length", "0")
+    fits = length.isdecimal() and len(length) <= _MAX_DIGITS and int(length) <= MAX_BODY_BYTES
+    return fits and "transfer-encoding" not in headers
+
+
 def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
@@ -68,7 +118,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StaleVersion)
     async def stale_version(request: Request, error: StaleVersion) -> JSONResponse:
-        return await refused(request, stale(error.current))
+        return await refused(request, stale(error.version, error.who))
 
     @app.exception_handler(BatonError)
     async def baton_error(request: Request, error: BatonError) -> JSONResponse:
@@ -85,6 +135,8 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # FastAPI's own: its JSON reader gave up on too many digits, or levels
+            return _error(400, "invalid_json", _NOT_JSON, "", {})
         return _error(error.status_code, "http", str(error.detail), "", {})
 
 
@@ -92,9 +144,12 @@ def _invalid(problems: Iterable[Mapping[str, Any]]) -> JSONResponse:
     """The first problem, by its field: where in the body, what is wrong, what the limit is."""
     problem = next(iter(problems))
     if problem["type"] == "json_invalid":
-        return _error(400, "invalid_json", "the body is not JSON", "", {})
+        return _error(400, "invalid_json", _NOT_JSON, "", {})
     field = ".".join(str(part) for part in problem["loc"] if part not in ("body", "path", "query"))
-    message = "unknown field" if problem["type"] == "extra_forbidden" else str(problem["msg"])
+    message = str(problem["msg"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(problem["loc"][-1]), admin_models.FIELDS, n=1, cutoff=0.0)
+        message = f"unknown field; the nearest known is {near[0]}"
     return _error(422, "invalid", f"{field}: {message}", field, {})
 
 

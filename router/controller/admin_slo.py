@@ -1,22 +1,25 @@
 """/admin/v1/slo: the SLO classes in force, their history, and how well they are met.
 
-Writes are compare-and-swap: the ETag of a GET goes into If-Match; 428 without one, 412 when somebody else was faster.
+Writes are compare-and-swap: the ETag of a GET goes into If-Match; 428 without one, 412 when somebody else was faster. A set is
+checked as a whole before anything is stored: 422 for targets that contradict each other or are below the physical floor. What
+:dryRun says of a change is what the change itself would say.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
-from baton.errors import NotFound
 from baton.slo import SLO
 from baton.v1 import control_pb2
-from router.controller.admin_access import Doors, Refusal
+from router.controller.admin_access import Doors, IfMatch, Refusal, etag, require_match
 from router.controller.admin_models import (
+    DryRun,
+    Import,
     Name,
     PatchClass,
     PatchSet,
@@ -25,106 +28,176 @@ from router.controller.admin_models import (
     Rollback,
     SLOClass,
     SLOClassPatch,
+    Version,
 )
 from router.controller.controller import Controller
-from router.controller.slo_store import Revision
+from router.controller.feasibility import NO_FORECAST, Floor, FloorSource, Forecast, infeasible
+from router.controller.slo_changes import DEFAULT_CLASS, changes, contradiction, with_class
+from router.controller.slo_merge import class_of, patched, patched_set
+from router.controller.slo_store import SLOSet
+from router.controller.versioned import MAX_VERSION, Revision
 
-IfMatch = Annotated[str | None, Header(alias="if-match")]
-DEFAULT_CLASS = "interactive"  # of calls that name none: serving.proto Slo.class_name
+_FORMAT = "baton.slo/1"
+_RESERVED = ("history", "diff", "export")  # paths beside the classes' own
+_MAX_LISTED = 1_000
 
 
-def slo_routes(controller: Controller, doors: Doors) -> APIRouter:
-    api = APIRouter(prefix="/admin/v1")
-    view, operate = Depends(doors.view), Depends(doors.operate)
+class _Changes:
+    """How a change of the set is checked and stored."""
+
+    def __init__(self, controller: Controller, floors: FloorSource, require_reason: bool) -> None:
+        self._controller = controller
+        self._floors = floors
+        self._require_reason = require_reason
 
     async def swap(
-        response: Response, if_match: str | None, who: str, reason: str, change: Callable[[Revision], list[SLO]]
-    ) -> dict[str, object]:
+        self, if_match: str | None, who: str, reason: str, change: Callable[[SLOSet], SLOSet]
+    ) -> Revision[SLOSet]:
         """Apply `change` to the revision that If-Match names, and store it if that one is still in force."""
-        base = controller.slo
-        _require_match(if_match, base)
-        classes = change(base)
+        base = self._controller.slo
+        require_match(if_match, base.version, base.who)
+        if self._require_reason and not reason.strip():
+            raise Refusal(422, "invalid", "reason: say why; this cluster requires it", field="reason")
+        classes = change(base.value)
+        self.check(base.value, classes)
+        return await self._controller.in_force.slo.put(base.version, classes, who, reason)
+
+    def check(self, base: SLOSet, classes: SLOSet) -> None:
+        """Raises: Refusal: the set cannot be in force. A target that is below the floor already hinders no other change."""
         if all(slo.name != DEFAULT_CLASS for slo in classes):
-            raise Refusal(
-                422,
-                "invalid",
-                f"classes: {DEFAULT_CLASS!r} must stay; calls that name no class use it",
-                field="classes",
-            )
-        revision = await controller.put_slo(base.version, classes, who, reason)
-        response.headers["etag"] = _etag(revision)
+            raise _invalid("classes", f"{DEFAULT_CLASS!r} must stay; calls that name no class use it")
+        for slo in classes:
+            if slo.name in _RESERVED:
+                raise _invalid(f"classes.{slo.name}", f"the name is taken: /slo/{slo.name} is something else")
+            if found := contradiction(slo):
+                raise _invalid(f"classes.{slo.name}.{found[0]}", found[1])
+        floor = self._floors.floor()
+        standing = infeasible(base, floor)
+        for miss in infeasible(classes, floor):
+            if miss not in standing:
+                message = f"{miss.field}: {miss.target_ms:g} is below the physical floor of {miss.floor_ms:g}"
+                raise Refusal(422, "infeasible", f"{message} ({floor.source})", field=miss.field)
+
+
+def slo_routes(
+    controller: Controller,
+    doors: Doors,
+    floors: FloorSource,
+    forecast: Forecast | None = None,
+    *,
+    require_reason: bool = False,
+) -> APIRouter:
+    api = APIRouter(prefix="/admin/v1")
+    view, operate = Depends(doors.view), Depends(doors.operate)
+    made = _Changes(controller, floors, require_reason)
+
+    async def swap(
+        response: Response, if_match: str | None, who: str, reason: str, change: Callable[[SLOSet], SLOSet]
+    ) -> dict[str, object]:
+        revision = await made.swap(if_match, who, reason, change)
+        response.headers["etag"] = etag(revision.version)
         return _set_json(controller, revision)
+
+    def dry_run(if_match: str | None, change: Callable[[SLOSet], SLOSet]) -> dict[str, object]:
+        base = controller.slo
+        if if_match is not None:
+            require_match(if_match, base.version, base.who)
+        classes = change(base.value)
+        made.check(base.value, classes)
+        return {
+            "dry_run": True,
+            "version": base.version,
+            "changes": _changes_json(base.value, classes),
+            "classes": _classes_json(classes),
+            "floor": _floor_json(floors.floor()),
+            "prediction": _prediction_json(forecast, classes),
+        }
 
     @api.get("/slo", dependencies=[view])
     async def get_set(response: Response) -> dict[str, object]:
-        response.headers["etag"] = _etag(controller.slo)
-        return _set_json(controller, controller.slo)
+        response.headers["etag"] = etag(controller.slo.version)
+        return {**_set_json(controller, controller.slo), "floor": _floor_json(floors.floor())}
 
     @api.put("/slo")
     async def put_set(
         body: PutSet, response: Response, if_match: IfMatch = None, who: str = operate
     ) -> dict[str, object]:
-        def change(base: Revision) -> list[SLO]:
-            return [targets.named(name) for name, targets in body.classes.items()]
-
-        return await swap(response, if_match, who, body.reason, change)
+        classes = tuple(targets.named(name) for name, targets in body.classes.items())
+        return await swap(response, if_match, who, body.reason, lambda base: classes)
 
     @api.patch("/slo")
     async def patch_set(
         body: PatchSet, response: Response, if_match: IfMatch = None, who: str = operate
     ) -> dict[str, object]:
-        def change(base: Revision) -> list[SLO]:
-            classes = {slo.name: slo for slo in base.classes}
-            for name, patch in body.classes.items():
-                if patch is None:
-                    _class(base, name)
-                    del classes[name]
-                else:
-                    classes[name] = _patched(name, classes.get(name), patch)
-            return list(classes.values())
+        return await swap(response, if_match, who, body.reason, lambda base: patched_set(base, body.classes))
 
-        return await swap(response, if_match, who, body.reason, change)
+    @api.post("/slo:dryRun", dependencies=[view])
+    async def dry_run_set(body: DryRun, if_match: IfMatch = None) -> dict[str, object]:
+        return dry_run(if_match, lambda base: patched_set(() if body.replace else base, body.classes))
 
     @api.get("/slo/history", dependencies=[view])
-    async def history(limit: Annotated[int, Query(ge=1, le=1_000)] = 50) -> dict[str, object]:
-        return {"revisions": [_revision_json(revision) for revision in await controller.slo_history(limit)]}
+    async def history(
+        limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 50,
+        before: Annotated[int, Query(ge=1, le=MAX_VERSION)] = MAX_VERSION,
+    ) -> dict[str, object]:
+        found = await controller.in_force.slo.history(limit + 1, before)  # and the one that the last one replaced
+        pairs = zip(found, [*(revision.value for revision in found[1:]), None], strict=True)
+        return {
+            "revisions": [
+                {**_revision_json(revision), "changes": [] if older is None else _changes_json(older, revision.value)}
+                for revision, older in list(pairs)[:limit]
+            ]
+        }
+
+    @api.get("/slo/diff", dependencies=[view])
+    async def diff(old: Version, new: Version | None = None) -> dict[str, object]:
+        before = await controller.in_force.slo.at(old)
+        after = controller.slo if new is None else await controller.in_force.slo.at(new)
+        return {"old": before.version, "new": after.version, "changes": _changes_json(before.value, after.value)}
+
+    @api.get("/slo/export", dependencies=[view])
+    async def export(response: Response) -> dict[str, object]:
+        revision = controller.slo
+        response.headers["etag"] = etag(revision.version)
+        told = {"version": revision.version, "at_unix_s": revision.at_unix_s, "who": revision.who}
+        return {"format": _FORMAT, **told, "classes": _classes_json(revision.value)}
+
+    @api.post("/slo:import")
+    async def import_set(
+        body: Import, response: Response, if_match: IfMatch = None, who: str = operate
+    ) -> dict[str, object]:
+        classes = tuple(targets.named(name) for name, targets in body.classes.items())
+        return await swap(response, if_match, who, body.reason, lambda base: classes)
 
     @api.post("/slo:rollback")
     async def rollback(
         body: Rollback, response: Response, if_match: IfMatch = None, who: str = operate
     ) -> dict[str, object]:
-        old = await controller.slo_revision(body.version)
+        old = await controller.in_force.slo.at(body.version)
         reason = body.reason or f"back to version {body.version}"
-        return await swap(response, if_match, who, reason, lambda base: list(old.classes))
+        return await swap(response, if_match, who, reason, lambda base: old.value)
 
     @api.get("/slo/{name}", dependencies=[view])
     async def get_class(name: str, response: Response) -> dict[str, object]:
-        response.headers["etag"] = _etag(controller.slo)
-        return dataclasses.asdict(_class(controller.slo, name))
+        response.headers["etag"] = etag(controller.slo.version)
+        return dataclasses.asdict(class_of(controller.slo.value, name))
 
     @api.put("/slo/{name}")
     async def put_class(
-        name: Name,
-        body: PutClass,
-        response: Response,
-        if_match: IfMatch = None,
-        who: str = operate,
+        name: Name, body: PutClass, response: Response, if_match: IfMatch = None, who: str = operate
     ) -> dict[str, object]:
         targets = SLOClass(**body.model_dump(exclude={"reason"})).named(name)
-        return await swap(response, if_match, who, body.reason, lambda base: _with(base, targets))
+        return await swap(response, if_match, who, body.reason, lambda base: with_class(base, targets))
 
     @api.patch("/slo/{name}")
     async def patch_class(
-        name: Name,
-        body: PatchClass,
-        response: Response,
-        if_match: IfMatch = None,
-        who: str = operate,
+        name: Name, body: PatchClass, response: Response, if_match: IfMatch = None, who: str = operate
     ) -> dict[str, object]:
-        patch = SLOClassPatch(**body.model_dump(exclude={"reason"}, exclude_unset=True))
-        return await swap(
-            response, if_match, who, body.reason, lambda base: _with(base, _patched(name, _class(base, name), patch))
-        )
+        return await swap(response, if_match, who, body.reason, lambda base: _patched_class(base, name, body))
+
+    @api.post("/slo/{name}:dryRun", dependencies=[view])
+    async def dry_run_class(name: Name, body: PatchClass, if_match: IfMatch = None) -> dict[str, object]:
+        return dry_run(if_match, lambda base: _patched_class(base, name, body))
 
     @api.get("/attainment", dependencies=[view])
     async def attainment() -> dict[str, object]:
@@ -133,45 +206,40 @@ def slo_routes(controller: Controller, doors: Doors) -> APIRouter:
     return api
 
 
-def _etag(revision: Revision) -> str:
-    return f'"{revision.version}"'
+def _invalid(field: str, why: str) -> Refusal:
+    return Refusal(422, "invalid", f"{field}: {why}", field=field)
 
 
-def _require_match(if_match: str | None, base: Revision) -> None:
-    if if_match is None:
-        raise Refusal(428, "precondition_required", "send If-Match with the ETag of a GET", field="if-match")
-    tags = {tag.strip() for tag in if_match.split(",")}
-    if not tags & {"*", _etag(base)}:
-        raise stale(base)
+def _patched_class(base: SLOSet, name: str, body: PatchClass) -> SLOSet:
+    patch = SLOClassPatch(**body.model_dump(exclude={"reason"}, exclude_unset=True))
+    return with_class(base, patched(base, name, patch))
 
 
-def stale(current: Revision) -> Refusal:
-    message = f"version {current.version} is in force, set by {current.who}; read it and try again"
-    return Refusal(412, "stale", message, field="if-match", etag=_etag(current))
+def _classes_json(classes: SLOSet) -> dict[str, dict[str, object]]:
+    return {
+        slo.name: {name: value for name, value in dataclasses.asdict(slo).items() if name != "name"} for slo in classes
+    }
 
 
-def _class(revision: Revision, name: str) -> SLO:
-    for slo in revision.classes:
-        if slo.name == name:
-            return slo
-    known = ", ".join(slo.name for slo in revision.classes)
-    raise NotFound(f"no SLO class {name!r}; there are: {known}", field="name")
+def _changes_json(old: Sequence[SLO], new: Sequence[SLO]) -> list[dict[str, object]]:
+    return [
+        {"class": change.class_name, "field": change.field, "old": change.old, "new": change.new}
+        for change in changes(old, new)
+    ]
 
 
-def _with(revision: Revision, targets: SLO) -> list[SLO]:
-    """The set with one class replaced, in its place, or added."""
-    return list({**{slo.name: slo for slo in revision.classes}, targets.name: targets}.values())
+def _floor_json(floor: Floor) -> dict[str, object]:
+    return {"ttft_ms": floor.ttft_ms, "tpot_ms": floor.tpot_ms, "source": floor.source or "nothing is measured yet"}
 
 
-def _patched(name: str, known: SLO | None, patch: SLOClassPatch) -> SLO:
-    """The class with the patch's fields; a new class needs all required ones."""
-    fields = dataclasses.asdict(known) if known else {}
-    fields.pop("name", None)
-    fields.update(patch.model_dump(exclude_unset=True))
-    return SLOClass(**fields).named(name)
+def _prediction_json(forecast: Forecast | None, classes: SLOSet) -> dict[str, object]:
+    if forecast is None:
+        return {"available": False, "reason": NO_FORECAST}
+    predicted = forecast.predict(classes)
+    return {"available": True, "classes": {name: dataclasses.asdict(value) for name, value in predicted.items()}}
 
 
-def _set_json(controller: Controller, revision: Revision) -> dict[str, object]:
+def _set_json(controller: Controller, revision: Revision[SLOSet]) -> dict[str, object]:
     return {
         **_revision_json(revision),
         "verdicts": _verdicts_json(controller),
@@ -179,13 +247,10 @@ def _set_json(controller: Controller, revision: Revision) -> dict[str, object]:
     }
 
 
-def _revision_json(revision: Revision) -> dict[str, object]:
-    classes = {slo.name: dataclasses.asdict(slo) for slo in revision.classes}
-    for fields in classes.values():
-        del fields["name"]
+def _revision_json(revision: Revision[SLOSet]) -> dict[str, object]:
     return {
         "version": revision.version,
-        "classes": classes,
+        "classes": _classes_json(revision.value),
         "at_unix_s": revision.at_unix_s,
         "who": revision.who,
         "reason": revision.reason,

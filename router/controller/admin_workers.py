@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Depends
 
 from baton.config import ClusterConfig
+from baton.database_url import without_password
 from baton.log import get_log
 from baton.request import Role
 from baton.v1 import worker_pb2
@@ -35,7 +36,7 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
 
     @api.get("/config", dependencies=[view])
     async def config() -> dict[str, object]:
-        return dataclasses.asdict(cluster)
+        return {name: _without_passwords(value) for name, value in dataclasses.asdict(cluster).items()}
 
     @api.post("/workers/{worker_id}:drain")
     async def drain(worker_id: str, who: str = operate) -> dict[str, object]:
@@ -55,6 +56,13 @@ def worker_routes(controller: Controller, cluster: ClusterConfig, doors: Doors) 
         )
 
     return api
+
+
+def _without_passwords(value: object) -> object:
+    """A setting, or a section of them, wherever a database's URL may stand in it."""
+    if isinstance(value, Mapping):
+        return {name: _without_passwords(item) for name, item in value.items()}
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _member_json(

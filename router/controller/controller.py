@@ -1,9 +1,9 @@
 """What the controller knows and does, between its two doors (Control over gRPC, admin over HTTP) and the workers.
 
 Owns the Fleet (which outlives this process in a file), one Session to each announced worker (the only way it learns of a
-death), the SLO revision in force and the routers' last reports. Every change wakes all `watch()` streams, which send the whole
-newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks run
-beside it.
+death), what is in force (in_force.py) and the routers' last reports. Every change wakes all `watch()` streams, which send the
+whole newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks and
+databases run beside it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,39 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
-from baton.config import ControllerConfig
-from baton.errors import BatonError, Unavailable
+from baton.config import ControllerConfig, EmulationConfig
+from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Logprobs, Role
 from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
+from router.controller.control_store import ControlStore
+from router.controller.decisions import Decision, LoggedDecision
+from router.controller.feasibility import MeasuredFloor
 from router.controller.fleet_state import Announcement, Fleet, Member
 from router.controller.fleet_store import FleetStore, SavedFleet
+from router.controller.in_force import InForce
+from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
-from router.controller.slo_store import Revision, SLOStore
+from router.controller.slo_store import SLOSet
+from router.controller.step_samples import totals_of
+from router.controller.versioned import Revision
 from router.events import Inbox, SequenceEvent, SequenceRefused
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
+from router.windows import windows_of
 
 log = get_log("controller")
 
 _CONTROLLER_SEQ = 0  # routers' epochs are never 0, so no sequence has this number: it addresses the worker itself
 _ORDER_S = 5.0  # a worker answers an order within a step and a heartbeat (0.5 s); ten times that is a stuck one
 _FRESH_S = 5.0  # routers report each second
+_ROLE_NAMES = {int(role): role.name.lower() for role in Role}
+_MEASURE_S = 1.0  # two heartbeats: each sample has news
 _MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
 
 
@@ -47,13 +57,19 @@ class Controller:
     """Create it inside a running event loop."""
 
     def __init__(
-        self, config: ControllerConfig, store: SLOStore, fleets: FleetStore | None = None, trust: PeerTrust = PLAIN
+        self,
+        config: ControllerConfig,
+        store: ControlStore,
+        fleets: FleetStore | None = None,
+        trust: PeerTrust = PLAIN,
+        emulation: EmulationConfig | None = None,
     ) -> None:
-        """`fleets`: where the fleet outlives this process; what it holds is taken over."""
+        """`fleets`: where the fleet outlives this process; what it holds is taken over. `emulation`: of the workers, if any."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved.members, saved.replaced_epochs)
-        self.slo: Revision = store.current()
-        self._store = store
+        self.in_force = InForce(store, self._wake)
+        self._decisions = store.decisions
+        self.floor = MeasuredFloor()
         self._identity = SessionIdentity("controller", new_router_epoch(), trust)
         self._liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
         self._sessions: dict[str, WorkerSession] = {}
@@ -62,17 +78,29 @@ class Controller:
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
         self._changed = asyncio.Event()
         self.questions = Questions()
-        self._saving = asyncio.create_task(self._save_changes(fleets), name="save fleet") if fleets else None
+        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic())
+        self._nonsense: set[str] = set()  # routers whose last report was refused in part
+        self._tasks = [
+            asyncio.create_task(self.in_force.follow(), name="follow the store"),
+            asyncio.create_task(self._measure(), name="measure"),
+        ]
+        if fleets:
+            self._tasks.append(asyncio.create_task(self._save_changes(fleets), name="save fleet"))
         for member in saved.members:
             if member.address:
                 self._open_session(member)
 
     async def close(self) -> None:
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(session.close("the controller stops") for session in self._sessions.values()))
         await asyncio.gather(*self._closing)
+
+    @property
+    def slo(self) -> Revision[SLOSet]:
+        """In force."""
+        return self.in_force.slo.revision
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +168,13 @@ class Controller:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         session = WorkerSession(
-            worker_id, member.address, self._identity, self._liveness, lambda: self._on_session(session), want_kv=True
+            worker_id,
+            member.address,
+            self._identity,
+            self._liveness,
+            lambda: self._on_session(session),
+            on_load=self.floor.observe,
+            want_kv=True,
         )
         self._sessions[worker_id] = session
         session.start()
@@ -179,26 +213,19 @@ class Controller:
             session.detach(_CONTROLLER_SEQ)
             refusal.cancel()
 
-    # -- SLO classes -------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
-    async def put_slo(self, expected_version: int, classes: Sequence[SLO], who: str, reason: str) -> Revision:
-        """Store a set and push it to the routers.
+    async def decide(self, decision: Decision) -> LoggedDecision:
+        """Write down what was, or would be, done. Raises: Unavailable."""
+        return await asyncio.to_thread(self._decisions.append, decision)
 
-        Raises:
-            StaleVersion: another version is in force.
-        """
-        revision = await asyncio.to_thread(self._store.replace, expected_version, classes, who, reason)
-        self.slo = max(self.slo, revision, key=lambda r: r.version)
-        log.info("slo_changed", version=revision.version, who=who)
-        self._wake()
-        return revision
-
-    async def slo_history(self, limit: int) -> list[Revision]:
-        return await asyncio.to_thread(self._store.history, limit)
-
-    async def slo_revision(self, version: int) -> Revision:
-        """Raises: NotFound."""
-        return await asyncio.to_thread(self._store.revision, version)
+    async def query_decisions(
+        self, limit: int, since_unix_s: float, until_unix_s: float, before: int
+    ) -> list[LoggedDecision]:
+        """As DecisionLog.query."""
+        return await asyncio.to_thread(
+            self._decisions.query, limit, since_unix_s=since_unix_s, until_unix_s=until_unix_s, before=before
+        )
 
     # -- routers -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +244,13 @@ class Controller:
             oldest = self._reports.pop(next(iter(self._reports)))
             _add_verdicts(self._retired, oldest.report.verdicts)
         self.questions.answer(report.router_id, report.explained)
+        try:
+            self.measures.heard(report.router_id, windows_of(report), time.monotonic())
+            self._nonsense.discard(report.router_id)
+        except InvalidRequest as error:  # what one router gets wrong must not spoil what all of them say
+            if report.router_id not in self._nonsense and len(self._nonsense) < _MAX_REPORTS:
+                self._nonsense.add(report.router_id)
+                log.warning("windows_refused", router=report.router_id, field=error.field, reason=error.message)
 
     async def explain(self, request_id: str) -> list[Answer]:
         """Ask every router that lives why a request went where it went; those that know it have answered."""
@@ -246,7 +280,7 @@ class Controller:
     def _state(self) -> control_pb2.ControlState:
         return control_pb2.ControlState(
             workers=[_record_pb(member) for member in self.fleet.members()],
-            slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.classes]),
+            slo=control_pb2.SloSet(version=self.slo.version, classes=[_class_pb(slo) for slo in self.slo.value]),
             fleet_version=self.fleet.version,
             explain=self.questions.open_ids,
         )
@@ -261,6 +295,16 @@ class Controller:
                 await asyncio.to_thread(fleets.save, fleet)
             else:
                 await changed.wait()
+
+    async def _measure(self) -> None:
+        """For ever: take what each worker's steps came to, and let time pass where no router reports."""
+        while True:
+            await asyncio.sleep(_MEASURE_S)
+            now_s = time.monotonic()
+            for session in self._sessions.values():
+                if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
+                    self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)
+            self.measures.advance(now_s)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -1,6 +1,6 @@
 """The controller process: `python -m router.controller.main --config <file>`, the file being a resolved ClusterConfig in JSON.
 
-    1. open the SLO store, serve Control (gRPC) and the admin endpoint (HTTP)
+    1. open the database, serve Control (gRPC) and the admin endpoint (HTTP)
     2. print one JSON line: {"pid", "control_address", "admin_port"}; log lines go to stderr
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
        A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
@@ -35,15 +35,17 @@ from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust
 from baton.request import Role
+from baton.scaled_clock import slowed
+from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
-from router.controller.admin_access import Token
 from router.controller.admin_api import make_app
+from router.controller.admin_tokens import TokenFiles
 from router.controller.control_service import ControlService
+from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
 from router.controller.fleet_state import FAILED
 from router.controller.fleet_store import FleetStore
 from router.controller.pools import Placement, RayPools
-from router.controller.slo_store import SQLiteSLOStore
 
 log = get_log("controller.main")
 
@@ -51,7 +53,6 @@ TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ...
 _REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
 LOGS_DIR = "logs"  # in the run folder
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
-SLO_FILE = "slo.sqlite"  # in the run folder, unless controller.slo_store says otherwise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,8 +75,12 @@ async def _serve(cluster: ClusterConfig) -> None:
     config = cluster.controller
     run_dir = Path(config.run_dir)
     trust = PeerTrust(cluster.tls_dir_of(Part.CONTROLLER), Part.CONTROLLER)
-    store = await asyncio.to_thread(SQLiteSLOStore, Path(config.slo_store or run_dir / SLO_FILE), time.time)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust)
+    tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
+    database = database_of(config.database, run_dir)
+    sizes = {"prefill": cluster.prefill, "decode": cluster.decode, "both": cluster.both}
+    classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
+    store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
@@ -83,7 +88,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     fleet = _RayFleet(controller, cluster, control_address)
     await control.start()
     listener = _bind_admin(config)
-    app = make_app(controller, cluster, read_tokens(run_dir / TOKENS_FILE))
+    app = make_app(controller, cluster, tokens.current)
     admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
@@ -96,6 +101,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out
     admin.should_exit = True
     await serving
+    database.close()
 
 
 async def _start_and_revive(fleet: _RayFleet) -> None:
@@ -180,20 +186,12 @@ def worker_configs(cluster: ClusterConfig, control_address: str, num_cores: int)
             model=cluster.model,
             engine=dataclasses.replace(cluster.engine_of(role), num_threads=num_threads),
             kv=cluster.kv,
+            emulation=cluster.emulation,
             log_level=cluster.controller.log_level,
         )
         for role, size in sizes.items()
         for index in range(size)
     ]
-
-
-def read_tokens(file: Path) -> list[Token]:
-    """Raises: ConfigError: missing or damaged."""
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-        return [Token(name, str(entry["role"]), str(entry["secret"])) for name, entry in entries.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cannot read the admin tokens in {file}: {error}", field="controller.run_dir") from error
 
 
 class _AdminServer(uvicorn.Server):

@@ -13,8 +13,10 @@ import pytest
 from baton.config import ControllerConfig, ModelConfig, WorkerConfig
 from baton.v1 import control_pb2_grpc
 from router.controller.control_service import ControlService
+from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
-from router.controller.slo_store import SQLiteSLOStore
+from router.controller.database import Database, SQLite, open_database
+from tests.controller.postgres_rig import PostgresServer, postgres_server
 from tests.controller.stand_in_server import StandInServer
 
 StartWorker = Callable[..., "asyncio.Future[StandInServer]"]
@@ -35,7 +37,7 @@ class ControlPlane:
 
 @pytest.fixture
 async def plane(tmp_path: Path) -> AsyncIterator[ControlPlane]:
-    store = SQLiteSLOStore(tmp_path / "slo.sqlite", now_unix_s=lambda: 7.0)
+    store = ControlStore(SQLite(tmp_path / "slo.sqlite"), now_unix_s=lambda: 7.0)
     controller = Controller(ControllerConfig(heartbeat_s=0.1), store)
     server = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), server)
@@ -64,3 +66,26 @@ def start_worker(plane: ControlPlane) -> Iterator[StartWorker]:
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One for all tests; each makes databases of its own."""
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database, of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/store.sqlite"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    opened = open_database(database_url)
+    yield opened
+    opened.close()

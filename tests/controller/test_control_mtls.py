@@ -15,9 +15,10 @@ from baton.config import ClusterConfig, ControllerConfig
 from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.control_service import ControlService
+from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
+from router.controller.database import SQLite
 from router.controller.main import worker_configs
-from router.controller.slo_store import SQLiteSLOStore
 from tests.cluster_certificates import Authority, needs_openssl
 from worker.announcer import announce
 
@@ -29,7 +30,9 @@ Question: TypeAlias = "Callable[[control_pb2_grpc.ControlAsyncStub], Awaitable[o
 @pytest.fixture
 async def address(authority: Authority, tmp_path: Path) -> AsyncIterator[str]:
     trust = authority.trust(Part.CONTROLLER)
-    controller = Controller(ControllerConfig(), SQLiteSLOStore(tmp_path / "slo", now_unix_s=lambda: 7.0), trust=trust)
+    controller = Controller(
+        ControllerConfig(), ControlStore(SQLite(tmp_path / "slo"), now_unix_s=lambda: 7.0), trust=trust
+    )
     server = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), server)
     port = trust.listen(server, "127.0.0.1", 0)

@@ -37,7 +37,7 @@ async def test_a_watching_router_sees_workers_and_slo_changes_at_once(
         assert (record.worker_id, record.epoch, record.state) == ("prefill-0", worker.epoch, "ready")
         assert record.role == worker_pb2.ROLE_PREFILL
 
-        await plane.controller.put_slo(1, [SLO("interactive", 10.0, 1.0, e2e_ms=500.0)], "ann", "")
+        await plane.controller.in_force.slo.put(1, (SLO("interactive", 10.0, 1.0, e2e_ms=500.0),), "ann", "")
         while seen.slo.version == 1:
             seen = await read_state(watch)
         [target] = seen.slo.classes

@@ -16,10 +16,11 @@ from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cli.ports import free_port
 from router.controller.control_service import ControlService
+from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
+from router.controller.database import SQLite
 from router.controller.fleet_state import DRAINING, FAILED, READY, Announcement, Member
 from router.controller.fleet_store import FleetStore, SavedFleet
-from router.controller.slo_store import SQLiteSLOStore
 from tests.controller.stand_in_server import StandInServer
 from worker.announcer import announce
 
@@ -34,7 +35,7 @@ async def controller(folder: Path, port: int) -> AsyncIterator[Controller]:
     """One life of the controller process."""
     one = Controller(
         ControllerConfig(heartbeat_s=0.1),
-        SQLiteSLOStore(folder / "slo.sqlite", now_unix_s=lambda: 7.0),
+        ControlStore(SQLite(folder / "slo.sqlite"), now_unix_s=lambda: 7.0),
         FleetStore(folder / "fleet.json"),
     )
     server = grpc.aio.server()

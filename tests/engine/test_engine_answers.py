@@ -98,6 +98,18 @@ def test_times_are_queue_then_prefill_to_the_end_of_the_first_token_s_step() -> 
     assert rig.engine.load().step_ms == 1_000.0
 
 
+def test_what_steps_computed_and_took_is_counted_for_whoever_models_their_time() -> None:
+    ticks = iter(float(n) for n in range(1_000))
+    rig = Rig(config=EngineConfig(chunk_tokens=64), clock_s=lambda: next(ticks))
+    rig.engine.add(make_request(1, 100, max_tokens=3), 0.0)
+    rig.run()
+    load = rig.engine.load()
+    assert (load.num_steps, load.busy_s) == (4, 4.0)  # chunks of 64 and 36, two decodes
+    assert load.step_tokens == 100 + 2
+    assert load.prompt_pairs == 100 * 101 / 2, "chunks add up to the whole prompt's triangle"
+    assert load.context_tokens == 101 + 102
+
+
 # --- stops ---
 
 

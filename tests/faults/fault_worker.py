@@ -25,8 +25,8 @@ from kv_transfer.liveness import ProcessIdentity
 from kv_transfer.ucx import transport
 from tests.faults.fault_gates import GATES, held_runner, hold_direct_copies
 from tests.worker.scripted_worker import LAYOUT, SPEC
+from worker.loading import Allocate, LoadedModel
 from worker.main import main
-from worker.server import Allocate, LoadedModel
 
 RUNNERS: list[ScriptedRunner] = []
 

@@ -27,12 +27,13 @@ from baton.request import Role
 from baton.v1 import control_pb2_grpc, serving_pb2, serving_pb2_grpc, worker_pb2
 from cli.main import main
 from cli.run_folder import ClusterRecord
-from router.controller.admin_access import Token
 from router.controller.admin_api import make_app
+from router.controller.admin_tokens import Token
 from router.controller.control_service import ControlService
+from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
+from router.controller.database import SQLite
 from router.controller.fleet_state import Announcement
-from router.controller.slo_store import SQLiteSLOStore
 from router.front_end import FrontEnd
 from tests.integration.cluster_rig import Answer, collect, until
 
@@ -143,7 +144,8 @@ class Fleet:
 
     async def status(self, *flags: str) -> str:
         """What `baton status` prints."""
-        answers = {path: (await self.admin.get(path)).json() for path in ("/admin/v1/workers", "/admin/v1/slo")}
+        paths = ("/admin/v1/workers", "/admin/v1/slo", "/admin/v1/goodput")
+        answers = {path: (await self.admin.get(path)).json() for path in paths}
         printed = io.StringIO()
         with (
             patch("cli.status.RunningCluster.find", lambda port: _Answers(answers)),
@@ -167,7 +169,7 @@ class _Answers:
 @asynccontextmanager
 async def fleet(model_dir: Path, folder: Path, *workers: WorkerProcess) -> AsyncIterator[Fleet]:
     """A controller and a router that know `workers`, which are ready; more may be added."""
-    store = SQLiteSLOStore(folder / "slo.sqlite", now_unix_s=lambda: 7.0)
+    store = ControlStore(SQLite(folder / "slo.sqlite"), now_unix_s=lambda: 7.0)
     controller = Controller(ControllerConfig(), store)
     control = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
@@ -176,7 +178,7 @@ async def fleet(model_dir: Path, folder: Path, *workers: WorkerProcess) -> Async
     config = RouterConfig(http_port=0, grpc_port=0, control_address=f"127.0.0.1:{port}", unavailable_wait_s=20.0)
     front_end = FrontEnd(config, load_model_files(str(model_dir)))
     await front_end.start()
-    app = make_app(controller, ClusterConfig(), [Token("test", "viewer", "secret")])
+    app = make_app(controller, ClusterConfig(), lambda: [Token.of("test", "viewer", "secret")])
     headers = {"authorization": "Bearer secret"}
     transport = httpx.ASGITransport(app)
     try:

@@ -10,8 +10,8 @@ import httpx
 from baton.config import ClusterConfig
 from baton.model_files import ModelFiles
 from baton.request import Role
-from router.controller.admin_access import Token
 from router.controller.admin_api import make_app
+from router.controller.admin_tokens import Token
 from router.controller.fleet_state import Announcement
 from router.explain import replay
 from router.placement import Choice
@@ -61,7 +61,7 @@ async def test_the_controller_asks_its_routers_why_a_request_went_where_it_went(
     files: ModelFiles,
     plane: ControlPlane,  # noqa: F811
 ) -> None:
-    app = make_app(plane.controller, ClusterConfig(), [Token("dash", "viewer", "secret")])
+    app = make_app(plane.controller, ClusterConfig(), lambda: [Token.of("dash", "viewer", "secret")])
     async with (
         running_rig(files, [], wait_ready=False, control_address=plane.address) as rig,
         running_rig(files, [], wait_ready=False, control_address=plane.address),

@@ -245,9 +245,14 @@ async def test_the_controller_names_fleet_and_targets_and_hears_verdicts_and_its
         assert (await rig.generate(request(max_tokens=3))).status is None
         await until(lambda: bool(control.reports) and control.reports[-1].slo_version == 2, "a report names them")
         await until(lambda: bool(control.reports[-1].verdicts[0].num_missed_ttft), "a report has both verdicts")
-        counted = control.reports[-1].verdicts[0]
+        report = control.reports[-1]
+        counted = report.verdicts[0]
         assert (counted.class_name, counted.num_met, counted.num_missed_ttft) == ("interactive", 1, 1)
-        assert [view.worker_id for view in control.reports[-1].workers] == ["b0"]
+        [short, _] = [window for window in report.class_windows if window.class_name == "interactive"]
+        assert (short.num_met, short.num_missed_ttft, short.num_arrived) == (1, 1, 2)
+        assert [(total.class_name, total.num_arrived) for total in report.arrived] == [("interactive", 2)]
+        assert {window.worker_id for window in report.worker_windows} == {"b0"}
+        assert [view.worker_id for view in report.workers] == ["b0"]
         await server.stop(None)
         assert (await rig.generate(request(max_tokens=3))).token_ids == [300, 301, 302]
         await rig.idle()

@@ -15,8 +15,8 @@ from engine.ports import Batch, Sample
 from engine.scripted_runner import ScriptedRunner
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.scripted_worker import LAYOUT, SPEC
+from worker.loading import Allocate, LoadedModel
 from worker.main import main
-from worker.server import Allocate, LoadedModel
 
 
 class TellingRunner(ScriptedRunner):

@@ -13,7 +13,8 @@ from baton.kv_layout import KVLayout
 from baton.model_spec import ModelSpec
 from baton.v1 import worker_pb2
 from engine.scripted_runner import ScriptedRunner
-from worker.server import LoadedModel, WorkerServer
+from worker.loading import LoadedModel
+from worker.server import WorkerServer
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
 EOS = 7

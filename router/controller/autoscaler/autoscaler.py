@@ -1,0 +1,29 @@
+"""One look at the fleet, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.controller.autoscaler.acts import Proposal
+from router.controller.autoscaler.facts import FleetFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long things take, seconds. Defaults are DESIGN section 9's; start-up and flip are measured live."""
+
+    tick_s: float = 10.0  # between two looks
+    start_up_s: float = 60.0  # from Create to ready
+    flip_s: float = 1.0  # once idle
+    dwell_s: float = 60.0  # between flips, at least
+    shrink_after_s: float = 300.0  # that a smaller size must have been enough
+
+
+class Scaler(Protocol):
+    """Decides sizes. Ours is `Autoscaler`; benches bring baselines."""
+
+    def look(self, facts: FleetFacts) -> Sequence[Proposal]:
+        """What to do now, in order. May remember what it saw; must be told of every tick."""
+        ...

@@ -1,0 +1,93 @@
+"""What the controller knows of its fleet's work: attainment and goodput, what will arrive, how long steps take. Pure.
+
+    heard    a router's windows and totals            -> Observer
+    sampled  a worker's totals of steps               -> StepModel of its role
+    advance  once a second or so                      -> each TICK_S one rate per class to its Forecaster; a tick in which no
+                                                         router lived is one without data, which is not the same as none
+
+Instants come in, on one clock that never goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config import EmulationConfig
+from engine.timing.step_time import step_time
+from router.controller.arrivals import TICK_S, Forecast, Forecaster
+from router.controller.observer import FleetView, Observer
+from router.controller.step_model import StepModel, Terms, terms_of
+from router.controller.step_samples import StepSamples, StepTotals
+from router.windows import RouterWindows
+
+SILENT_TICKS = 360  # an hour; a class that had no call for so long is forgotten, and begins anew
+MAX_CATCH_UP = 360  # ticks after a pause of this process: an hour without data leaves nothing of a forecast anyway
+
+
+@dataclass(frozen=True, slots=True)
+class ClassForecast:
+    class_name: str
+    rate: float | None  # of the last tick, calls a second; None: no router lived
+    forecasts: tuple[Forecast, ...]  # by lead
+
+
+def roofline_of(emulation: EmulationConfig) -> Terms:
+    """Where step models begin: the emulated GPUs', or, since nobody says what real ones are, an 8B model's on one H100."""
+    gpu = emulation.gpu or "h100"
+    return terms_of(
+        step_time(gpu, emulation.model, emulation.tp, weight_dtype=emulation.weight_dtype, kv_dtype=emulation.kv_dtype)
+    )
+
+
+class Measures:
+    """Of one fleet."""
+
+    def __init__(self, roofline: Terms, now_s: float) -> None:
+        """`roofline`: where the models of all roles begin. Only its proportions count: how fast the workers really are is
+        learned first (step_model.py)."""
+        self.steps: dict[str, StepModel] = {}  # by role
+        self._roofline = roofline
+        self._observer = Observer()
+        self._samples = StepSamples()
+        self._forecasters: dict[str, Forecaster] = {}
+        self._tick_s = now_s  # when the current one began
+
+    def heard(self, router_id: str, windows: RouterWindows, now_s: float) -> None:
+        self.advance(now_s)
+        self._observer.heard(router_id, windows, now_s)
+
+    def sampled(self, worker_id: str, epoch: int, role: str, totals: StepTotals, now_s: float) -> None:
+        if sample := self._samples.take(worker_id, epoch, totals, now_s):
+            if role not in self.steps:
+                self.steps[role] = StepModel(self._roofline)
+            self.steps[role].observe(*sample)
+
+    def advance(self, now_s: float) -> None:
+        """Close the ticks that are over."""
+        num_ticks = int((now_s - self._tick_s) / TICK_S)
+        if num_ticks < 1:
+            return
+        self._tick_s += num_ticks * TICK_S
+        self._close_tick(self._observer.hears(now_s))
+        for _ in range(min(num_ticks - 1, MAX_CATCH_UP)):  # nobody asked meanwhile, so nobody reported either
+            self._close_tick(False)
+        self._samples.forget(now_s)
+
+    def _close_tick(self, has_data: bool) -> None:
+        arrived = self._observer.take_arrivals()
+        for name in arrived.keys() - self._forecasters.keys():
+            self._forecasters[name] = Forecaster()
+        for name, forecaster in list(self._forecasters.items()):
+            forecaster.observe(arrived[name] / TICK_S if has_data else None)
+            if forecaster.silent_ticks >= SILENT_TICKS:
+                del self._forecasters[name]
+
+    def view(self, now_s: float) -> FleetView:
+        return self._observer.view(now_s)
+
+    def forecasts(self, now_s: float) -> list[ClassForecast]:
+        self.advance(now_s)
+        return [
+            ClassForecast(name, forecaster.rate, tuple(forecaster.forecasts()))
+            for name, forecaster in sorted(self._forecasters.items())
+        ]
