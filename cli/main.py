@@ -45,6 +45,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         add_sim_parser(commands)
     else:
         commands.add_parser("sim", help="simulate a deployment under a trace or synthetic load")
+    if words[:1] == ["plan"]:
+        from bench.plan.cli import add_parser as add_plan_parser
+
+        add_plan_parser(commands)
+    else:
+        commands.add_parser("plan", help="find the layout that serves a traffic within its targets for the least money")
     if words[:1] == ["bench"]:
         from bench.cli import add_bench_parser  # numpy and clients: only for those who measure
 

@@ -1,0 +1,199 @@
+"""The planner's parts, each alone: traffic, space, guess, judge, regimes, picture."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.slo import SLO
+from bench.plan.judge import Effort, Judge, mean_and_half_width
+from bench.plan.plan import Gain, Verdict, gain_of
+from bench.plan.plot import Line, Mark, plot
+from bench.plan.predict import predict
+from bench.plan.regime import Regime, regime_of, remedies
+from bench.plan.screen import Limit, Targets, guess
+from bench.plan.space import OWN_WINDOW_S, Candidate, Offer, Space, neighbours
+from bench.plan.traffic import Drawn, Recorded, Seen, load_of, recorded
+from bench.sim.deployment import Hardware, Layout
+from bench.sim.simulation import Mix
+from bench.traces import TraceError, TraceRow
+from bench.workload import Lengths
+
+CHAT = Drawn(10.0, Lengths(1_000, 1_000), Lengths(20, 20))
+CLASSES = Mix((SLO("chat", 500.0, 20.0),))
+TARGETS = Targets.of(CLASSES.classes)
+LOAD = load_of(CHAT)
+SPACE = Space("llama-3.1-8b", [Offer.parse("h100")], widths=(1, 2), held_tokens=LOAD.held_tokens)
+
+
+def candidate(layout: Layout, *, space: Space = SPACE, budget: int = 512, gpu: str = "h100") -> Candidate:
+    return space.candidate(layout, Hardware(gpu), None, budget=budget, local_tokens=0, window_s=OWN_WINDOW_S)
+
+
+def test_drawn_and_seen_calls_are_the_same_for_a_seed_at_every_rate_but_for_their_pace() -> None:
+    for traffic in (CHAT, Seen(1.0, [(100, 10), (900, 90)])):
+        slow, fast = traffic.calls(1.0, 50, 3), traffic.calls(10.0, 50, 3)
+        assert [row.input_tokens for row in slow] == [row.input_tokens for row in fast]
+        assert [row.at_s for row in slow] == pytest.approx([10 * row.at_s for row in fast])
+        assert slow != traffic.calls(1.0, 50, 4)
+
+
+def test_a_recorded_window_has_the_rate_that_is_asked_for_and_keeps_its_bursts() -> None:
+    rows = [TraceRow(float(at_s), 10, 1) for at_s in (0, 1, 2, 10, 11, 12, 20, 21, 22)]
+    calls = Recorded(1.0, rows).calls(4.0, 9, 0)
+    assert (len(calls) - 1) / (calls[-1].at_s - calls[0].at_s) == pytest.approx(4.0)
+    gaps = [after.at_s - before.at_s for before, after in pairwise(calls)]
+    assert gaps[2] / gaps[0] == pytest.approx(8.0)
+
+
+def test_a_short_trace_is_played_again_as_other_content() -> None:
+    rows = [TraceRow(0.0, 512, 1, (0,)), TraceRow(1.0, 512, 1, (0,))]
+    calls = Recorded(1.0, rows).calls(1.0, 4, 0)
+    assert [call.block_ids for call in calls] == [(0,), (0,), (1,), (1,)]
+    assert sorted(call.at_s for call in calls) == [call.at_s for call in calls]
+
+
+def test_load_counts_what_no_earlier_prompt_had() -> None:
+    rows = [TraceRow(float(n), 1_024, 10, (7, n + 8)) for n in range(4)]
+    load = load_of(Recorded(1.0, rows))
+    assert load.prompt_tokens == 1_024
+    assert load.computed_tokens < 1_024
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_that_is_no_number_above_0_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=r"traffic\.rate"):
+        replace(CHAT, rate=rate)
+
+
+def test_a_seen_pair_without_tokens_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"traffic.pairs\[1\]"):
+        Seen(1.0, [(5, 5), (0, 5)])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": []}\n',
+            "two rows at different times",
+        ),
+        ('{"timestamp": 0, "input_length": -5, "output_length": 5, "hash_ids": []}\n', "line 1: input_length is -5"),
+        ('{"timestamp": 0, "output_length": 5, "hash_ids": []}\n', "line 1: input_length is missing"),
+    ],
+)
+def test_a_trace_row_that_is_not_as_it_should_be_is_named(lines: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(lines)
+    with pytest.raises(TraceError, match=message):
+        recorded(str(path))
+
+
+@pytest.mark.parametrize("text", ["h1000", "h100=free", "h100=-1", "h100=nan", "h100=0"])
+def test_an_offer_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="gpu"):
+        Offer.parse(text)
+
+
+def test_the_space_holds_each_structure_once_and_nothing_that_could_serve_nothing() -> None:
+    found = list(SPACE.of_size(4))
+    assert len(set(found)) == len(found)
+    assert all(one.num_gpus == 4 for one in found)
+    assert any(one.is_colocated for one in found)
+    assert any(one.layout.num_prefill and one.layout.num_both and one.layout.num_decode for one in found)
+    assert any(one.deployment.decode_hardware == Hardware("h100", 2) for one in found)
+    assert not any(one.layout.num_decode and not one.layout.num_prefill for one in found)
+
+
+def test_a_model_that_fits_nothing_on_offer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not fit 2 x h100"):
+        Space("llama-3.1-405b", [Offer.parse("h100")], widths=(1, 2))
+
+
+def test_neighbours_use_the_same_gpus_and_differ_in_one_thing() -> None:
+    one = candidate(Layout(0, 0, 4))
+    found = list(neighbours(SPACE, one))
+    assert {other.budget for other in found if other.is_colocated} == {256, 1_024}
+    assert all(other.num_gpus == 4 and other != one for other in found)
+
+
+def test_prices_are_those_of_the_offer() -> None:
+    assert candidate(Layout(1, 1), space=replace(SPACE, offers=[Offer("h100", 2.5)])).usd_per_hour == 5.0
+
+
+def test_a_guess_grows_with_workers_and_with_looser_targets_and_its_least_limit_binds() -> None:
+    small, large = (guess(candidate(Layout(0, 0, num)), LOAD, TARGETS) for num in (2, 4))
+    assert large.rate > 1.5 * small.rate
+    assert guess(candidate(Layout(0, 0, 2)), LOAD, replace(TARGETS, tpot_s=0.04)).rate >= small.rate
+    assert small.rate == small.limits[small.binding]
+
+
+def test_the_four_regimes_are_told_apart() -> None:
+    def regime(prompt: int, answer: int, targets: Targets, **space: object) -> Regime:
+        load = load_of(Drawn(1.0, Lengths(prompt, prompt), Lengths(answer, answer)))
+        return regime_of(guess(candidate(Layout(1, 1)), load, targets), targets)
+
+    assert regime(4_000, 5, replace(TARGETS, ttft_s=0.3)) is Regime.PREFILL
+    assert regime(500, 400, replace(TARGETS, tpot_s=0.008)) is Regime.LATENCY
+    assert regime(500, 400, replace(TARGETS, tpot_s=0.012)) is Regime.THROUGHPUT
+    assert regime(16_000, 4_000, replace(TARGETS, ttft_s=9.0, tpot_s=0.2)) is Regime.MEMORY
+
+
+def test_half_as_many_bytes_of_kv_help_where_memory_binds() -> None:
+    load = load_of(Drawn(1.0, Lengths(16_000, 16_000), Lengths(4_000, 4_000)))
+    loose = replace(TARGETS, ttft_s=9.0, tpot_s=0.2)
+    assert guess(candidate(Layout(1, 1)), load, loose).binding is Limit.MEMORY
+    assert any(
+        "KV cache in fp8" in one.what and one.gain > 0.5 for one in remedies(candidate(Layout(1, 1)), load, loose)
+    )
+
+
+def test_the_knee_lies_between_a_rate_that_holds_and_one_that_does_not() -> None:
+    judge = Judge(CHAT, CLASSES)
+    knee = judge.knee(candidate(Layout(0, 0, 1)), 40.0, num_calls=150, seed=0)
+    assert knee.below is not None
+    assert knee.above is not None
+    assert knee.below.holds
+    assert not knee.above.holds
+    assert knee.below.rate <= knee.rate <= knee.above.rate
+    assert judge.num_calls >= 150 * judge.num_trials
+    assert not judge.holds(candidate(Layout(0, 0, 1)), 3 * knee.rate, num_calls=150, seed=0)
+
+
+def test_a_prediction_has_an_interval_around_its_mean_and_says_how_many_calls_it_is_of() -> None:
+    effort = Effort(final_calls=100, final_seeds=2)
+    found = predict(candidate(Layout(0, 0, 1)).deployment, CHAT, [(CLASSES.classes[0], 1.0)], effort=effort)
+    chat = found["chat"]
+    assert chat.low <= chat.mean <= chat.high
+    assert chat.high - chat.low > 0
+    assert chat.num_calls >= 2 * 80
+
+
+def test_disaggregation_pays_only_where_the_interval_says_so() -> None:
+    assert Gain(0.1, 0.05).verdict is Verdict.PAYS
+    assert Gain(-0.1, 0.05).verdict is Verdict.DOES_NOT
+    assert Gain(0.1, 0.2).verdict is Verdict.UNSURE
+    assert Gain(0.1, None).verdict is Verdict.UNSURE
+    gain = gain_of([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
+    assert gain is not None
+    assert gain.mean == pytest.approx(0.1)
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    mean, half = mean_and_half_width([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.303 / math.sqrt(3))
+    assert mean_and_half_width([1.0]) == (1.0, None)
+
+
+def test_a_plot_is_well_formed_and_escapes_its_labels() -> None:
+    text = plot("a < b", [Line("x & y", [(1.0, 1.0), (2.0, 0.5)])], wanted=0.95, marks=[Mark("wanted", 1.5)])
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg")
+    assert "x &amp; y" in text
