@@ -21,8 +21,9 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.slo import MIN_TARGET_MS, SLO
 from bench.serve_cli import count, lengths, positive_float, positive_int, share
-from bench.sim import arrivals, sources
+from bench.sim import arrivals, autoscale, sources
 from bench.sim.call import Call
+from bench.sim.control import ControlledOutcome, ControlledRun
 from bench.sim.deployment import MAX_NUM_SEQS, STEP_TOKENS, Deployment, Hardware, Layout
 from bench.sim.report import document, render
 from bench.sim.simulation import BOUNDS, INTERACTIVE, Mix, Outcome, Simulation
@@ -93,6 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"a class of calls; may be repeated (interactive:{INTERACTIVE.ttft_ms:g}:{INTERACTIVE.tpot_ms:g})",
     )
     add("--no-admission", action="store_true", help="let every call in at once, whatever the forecast")
+    autoscale.add_flags(parser)
     add = parser.add_argument_group("run and output").add_argument
     add("--warm-up", type=float_from_0, default=30.0, help="seconds at the start that do not count (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
@@ -127,6 +129,7 @@ class Run:
     seed: int
     outcome: Outcome
     wall_s: float
+    controlled: ControlledOutcome | None = None  # with --autoscale
 
 
 def _run_all(
@@ -136,24 +139,32 @@ def _run_all(
     runs: list[Run] = []
     with progress_bar(args.runs * source.num_calls, args.progress) as advance:
         for seed in range(args.seed, args.seed + args.runs):
-            simulation = Simulation(
-                deployment,
-                mix,
-                seed=seed,
-                warm_up_s=args.warm_up,
-                bounds=None if args.no_admission else BOUNDS,
-                fast=not args.no_fast_forward,
-                on_call=advance,
-            )
+            simulation, controlled = _simulation(args, deployment, mix, seed, advance)
             started_s = time.perf_counter()
             try:
                 outcome, interrupted = simulation.run(source.stream(seed)), False
             except KeyboardInterrupt:
                 outcome, interrupted = simulation.outcome(), True
-            runs.append(Run(seed, outcome, time.perf_counter() - started_s))
+            wall_s = time.perf_counter() - started_s
+            runs.append(Run(seed, outcome, wall_s, controlled.outcome() if controlled is not None else None))
             if interrupted:
                 return runs, True
     return runs, False
+
+
+def _simulation(
+    args: argparse.Namespace, deployment: Deployment, mix: Mix, seed: int, advance: Callable[[Call], None] | None
+) -> tuple[Simulation, ControlledRun | None]:
+    bounds, fast = None if args.no_admission else BOUNDS, not args.no_fast_forward
+    if args.autoscale:
+        controlled = autoscale.controlled_run(
+            args, deployment, mix, seed, warm_up_s=args.warm_up, bounds=bounds, fast=fast, on_call=advance
+        )
+        return controlled.simulation, controlled
+    simulation = Simulation(
+        deployment, mix, seed=seed, warm_up_s=args.warm_up, bounds=bounds, fast=fast, on_call=advance
+    )
+    return simulation, None
 
 
 def deployment_of(args: argparse.Namespace, *, caches: bool) -> Deployment:

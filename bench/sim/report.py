@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from bench.sim.control import ControlledOutcome
 from bench.sim.deployment import Deployment
 from bench.sim.measures import ClassMeasure, Histogram
 from bench.sim.simulation import Outcome
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 PERCENTS = (50, 90, 95, 99)
 _SHOWN = (50, 99)
+_SHOWN_ACTS = 20  # a screenful
 
 
 def render(deployment: Deployment, runs: Sequence[Run]) -> None:
@@ -51,6 +53,9 @@ def render(deployment: Deployment, runs: Sequence[Run]) -> None:
     console.print(table)
     for run in runs:
         console.print(_line(run), markup=False)
+        if run.controlled is not None:
+            for line in _control_lines(run.controlled):
+                console.print(line, markup=False)
     if len(runs) > 1:
         mean, half = _mean([run.outcome.goodput for run in runs])
         console.print(f"goodput over {len(runs)} seeds: {mean:.3f} ± {half:.3f} calls/s (95 %)", markup=False)
@@ -84,6 +89,23 @@ def _line(run: Run) -> str:
     )
 
 
+def _control_lines(controlled: ControlledOutcome) -> Iterator[str]:
+    done = [decided for decided in controlled.decisions if decided.decision.applied]
+    yield (
+        f"  autoscaler: {len(done)} acts, {len(controlled.decisions) - len(done)} refused,"
+        f" {controlled.reversals_per_hour:.1f} reversals per hour; GPUs {_span(controlled)}"
+    )
+    for decided in done[:_SHOWN_ACTS]:
+        yield f"  {decided.at_s:7.0f} s  {decided.decision.action}: {decided.decision.reason}"
+    if len(done) > _SHOWN_ACTS:
+        yield f"  and {len(done) - _SHOWN_ACTS} more; all are in the --json document"
+
+
+def _span(controlled: ControlledOutcome) -> str:
+    gpus = [sizes.num_gpus for sizes in controlled.timeline]
+    return f"{min(gpus)} to {max(gpus)}" if gpus else "as at the start: no tick came"
+
+
 def _mean(values: Sequence[float]) -> tuple[float, float]:
     """And the half width of its 95 % interval, Student's t as in bench/sim/measures.py."""
     mean, df = sum(values) / len(values), len(values) - 1
@@ -111,6 +133,16 @@ def _run(run: Run, deployment: Deployment) -> dict[str, object]:
         "usd": outcome.gpu_hours * deployment.usd_per_hour / deployment.num_gpus,
         "classes": [_class(measure) for measure in outcome.classes],
         "workers": [asdict(worker) | {"role": worker.role.name.lower()} for worker in outcome.workers],
+        **(_control(run.controlled) if run.controlled is not None else {}),
+    }
+
+
+def _control(controlled: ControlledOutcome) -> dict[str, object]:
+    return {
+        "work_in_slo": {"calls": controlled.calls_in_slo, "tokens": controlled.tokens_in_slo},
+        "reversals_per_hour": controlled.reversals_per_hour,
+        "decisions": [{"at_s": decided.at_s, **asdict(decided.decision)} for decided in controlled.decisions],
+        "timeline": [asdict(sizes) for sizes in controlled.timeline],
     }
 
 
@@ -124,6 +156,7 @@ def _totals(outcome: Outcome) -> dict[str, object]:
         "measured_s": outcome.measured_s,
         "run_s": outcome.run_s,
         "events": outcome.num_events,
+        "moved": outcome.num_moved,
     }
 
 
