@@ -38,7 +38,11 @@ class ScaleOnlySetting:
         return f"busy {self.busy:g}, window {self.window_s:g} s{', forecast' if self.foresees else ''}"
 
 
-SCALE_ONLY_SETTINGS = tuple(ScaleOnlySetting(busy, window_s) for busy in (0.7, 0.85) for window_s in (60.0, 300.0))
+SCALE_ONLY_SETTINGS = (
+    ScaleOnlySetting(0.85, 60.0),
+    ScaleOnlySetting(0.7, 60.0),
+    ScaleOnlySetting(0.7, 300.0),
+)
 
 
 class ScaleOnly:

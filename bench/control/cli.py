@@ -22,8 +22,8 @@ from bench.control.rig import Costs
 from bench.serve_cli import positive_float, positive_int
 from bench.traces import TraceError
 
-QUICK = ("mix swings", "prefill bursts")
-QUICK_LENGTH = 0.25
+QUICK = "mix swings"
+QUICK_LENGTH = 0.5  # there and back
 INTERRUPTED = 130  # as shells say it
 
 
@@ -37,7 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--loads", metavar="NAME[,NAME]", help=f"some of: {names} (default: all)")
     parser.add_argument("--seeds", type=positive_int, default=5, help="runs of each policy (%(default)s)")
     parser.add_argument("--length", type=positive_float, default=1.0, help="of runs, times the usual (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help=f"one seed, short runs of {' and '.join(QUICK)}: a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, half a run of one load, nothing tuned: a minute"
+    )
+    parser.add_argument(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="give each baseline the best of its settings on this load; off: the first, in half the time",
+    )
     parser.add_argument(
         "--planner-python", metavar="PATH", help="an interpreter that has ai-dynamo, for its planner as a baseline"
     )
@@ -50,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     seeds, length = (range(1), QUICK_LENGTH) if args.quick else (range(args.seeds), args.length)
     planner: DynamoPlanner | None = None
     try:
-        loads = chosen(args.loads or (",".join(QUICK) if args.quick else None), length)
+        loads = chosen(args.loads or (QUICK if args.quick else None), length)
         planner = DynamoPlanner(args.planner_python) if args.planner_python else None
         rows, interrupted = _measure_all(loads, seeds, planner, args)
     except (ConfigError, PlannerFailed, TraceError, OSError) as error:
@@ -81,7 +89,8 @@ def _measure_all(
     for number, load in enumerate(loads, 1):
         with told(f"{number}/{len(loads)} {load.name}", args.progress) as say:
             try:
-                rows.append(Contest(load, costs, planner=planner, say=say).row(seeds))
+                contest = Contest(load, costs, planner=planner, tunes=args.tune and not args.quick, say=say)
+                rows.append(contest.row(seeds))
             except TraceError as error:
                 print(f"baton bench control: {load.name} is left out: {error}", file=sys.stderr)
                 continue

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,7 +38,7 @@ MISS_FACTOR = (
 INTERVAL_S = 60.0  # of the oracle's plan: a start-up
 TUNING_SEED = 1_000
 TUNING_S = 1_800.0  # of a load, at most, on which settings are chosen
-NUM_STATIC = 3  # of the layouts that the model likes best, each also with one prefill or decode worker more
+NUM_STATIC = 2  # of the layouts that the model likes best, beside the best with one prefill or decode worker more
 
 NewScaler = Callable[[], Scaler]
 Say = Callable[[str], None]
@@ -92,9 +93,14 @@ class Row:
 class Contest:
     """Of one load."""
 
-    def __init__(self, load: Load, costs: Costs, *, planner: DynamoPlanner | None, say: Say) -> None:
-        """Raises: TraceError: the load's trace is not there, or not as it should be."""
+    def __init__(self, load: Load, costs: Costs, *, planner: DynamoPlanner | None, tunes: bool, say: Say) -> None:
+        """`tunes` off: the static layout that the model likes best, and each baseline's first setting.
+
+        Raises:
+            TraceError: the load's trace is not there, or not as it should be.
+        """
         self._load = load
+        self._tunes = tunes
         self._costs = costs
         self._planner = planner
         self._say = say
@@ -160,6 +166,8 @@ class Contest:
         duration_s = min(self._load.duration_s, TUNING_S)
         losses = duration_s * np.array([sum(one) for one in sizes]) + self._prices.miss * misses
         likely = [sizes[int(place)] for place in losses.argsort(kind="stable")[:NUM_STATIC]]
+        if not self._tunes:
+            return likely[0]
         p, d = likely[0]
         candidates = [one for one in dict.fromkeys([*likely, (p + 1, d), (p, d + 1)]) if one in sizes]
         found: dict[Sizes, float] = {}
@@ -176,6 +184,8 @@ class Contest:
             yield self._best("dynamo", dynamo, start)
 
     def _best(self, name: str, settings: Sequence[tuple[str, NewScaler]], start: Sizes) -> Baseline:
+        if not self._tunes:
+            return Baseline(name, *settings[0])
         found = []
         for setting, new in settings:
             self._say(f"{name} {setting}")
@@ -242,8 +252,7 @@ def _spans(load: Load) -> list[tuple[float, float]]:
     """From each thing that happens to the next one."""
     instants = [*(kill.at_s for kill in load.faults.kills), *(change.at_s for change in load.retargets)]
     instants += [outage.from_s for outage in load.faults.outages] + list(load.events_s)
-    ends = [*sorted(instants)[1:], load.duration_s]
-    return list(zip(sorted(instants), ends, strict=True))
+    return list(pairwise([*sorted(instants), load.duration_s]))
 
 
 def _worst(values: Sequence[float | None]) -> float | None:

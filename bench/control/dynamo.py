@@ -48,12 +48,11 @@ class DynamoSetting:
         return f"{loops}, {self.interval_s} s, {self.predictor}"
 
 
-# Its defaults (180 s, arima), and quicker ones than it ships, since these loads move faster than its defaults look
+# A quicker look than it ships, since these loads move faster; its defaults (180 s, arima); one loop alone
 DYNAMO_SETTINGS = (
-    DynamoSetting(throughput=True, load=True, interval_s=180, predictor="arima"),
     DynamoSetting(throughput=True, load=True, interval_s=60, predictor="constant"),
+    DynamoSetting(throughput=True, load=True, interval_s=180, predictor="arima"),
     DynamoSetting(throughput=True, load=False, interval_s=60, predictor="kalman"),
-    DynamoSetting(throughput=False, load=True, interval_s=180, predictor="constant"),
 )
 
 
@@ -69,7 +68,11 @@ class DynamoPlanner:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.version = str(self.ask({"do": "version"})["version"])
+        try:
+            self.version = str(self.ask({"do": "version"})["version"])
+        except PlannerFailed:
+            self.close()
+            raise
 
     def ask(self, question: Mapping[str, object]) -> dict[str, object]:
         """Raises: PlannerFailed."""
@@ -87,9 +90,7 @@ class DynamoPlanner:
         return dict(found)
 
     def close(self) -> None:
-        assert self._child.stdin is not None, "it is piped"
-        self._child.stdin.close()
-        self._child.wait(ANSWER_S)
+        self._child.communicate(timeout=ANSWER_S)
 
 
 class Dynamo:

@@ -22,7 +22,7 @@ from engine.timing.step_time import Batch
 from router.controller.autoscaler.scaler import Times
 
 SEATS = 16
-BLOCK_TOKENS = 128  # coarser than a real one's 16: as exact for times, and quicker (docs/simulator.md)
+BLOCK_TOKENS = 512  # coarser than a real one's 16: as exact for times, and quicker (docs/simulator.md)
 CACHED_BLOCK_TOKENS = 16
 CHAT = SLO("chat", ttft_ms=10_000.0, tpot_ms=30.0)  # three times a 32k prompt's own prefill; twice a full batch's step
 # A lane has some 0.2 s of work before it is given more, since prompts take seconds here: the default's 10 ms are for prompts of
