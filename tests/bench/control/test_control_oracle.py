@@ -39,7 +39,7 @@ def test_no_sequence_of_layouts_costs_less_than_the_plan(misses: list[list[int]]
     def cost(places: tuple[int, ...]) -> float:
         path = [(1, 1), *(sizes[place] for place in places)]
         moved = sum(change_cost(before, after, PRICES) for before, after in pairwise(path))
-        stayed = sum(INTERVAL_S * sum(sizes[p]) + PRICES.miss * table[p, i] for i, p in enumerate(places))
+        stayed = sum(INTERVAL_S * sum(sizes[p]) + PRICES.miss * float(table[p, i]) for i, p in enumerate(places))
         return moved + stayed
 
     assert plan.cost == pytest.approx(min(cost(places) for places in product(range(3), repeat=3)))
