@@ -49,6 +49,21 @@ def test_decode_workers_may_be_given_other_gpus(capsys: pytest.CaptureFixture[st
     assert run["usd"] == pytest.approx(run["run_s"] / 3_600 * (3.99 + 2 * 4.99), rel=1e-6)
 
 
+def test_an_autoscaled_fleet_shows_its_decisions_and_what_its_gpus_took(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "sim.json"
+    load = ["--num-requests", "400", "--prefill", "3", "--decode", "1", "--tick", "2", "--json", str(path)]
+    times = ["--start-up", "4,8", "--flip-time", "0.5", "--max-gpus", "4", "--slo", "chat:1000:50"]
+    assert sim(*load, *times, "--autoscale") == 0
+    assert "autoscaler: " in capsys.readouterr().out
+    (run,) = json.loads(path.read_text())["runs"]
+    assert 0 < run["gpu_hours"] <= 4 * run["run_s"] / 3_600
+    assert len(run["timeline"]) == int(run["run_s"] / 2)
+    assert all(decision["reason"] for decision in run["decisions"])
+    assert run["work_in_slo"]["calls"] == run["attainment"]
+
+
 def test_the_same_seed_gives_the_same_document_and_another_one_does_not(tmp_path: Path) -> None:
     def outcome(name: str, *words: str) -> object:
         assert sim("--json", str(tmp_path / name), *words) == 0
@@ -78,6 +93,7 @@ def test_targets_that_no_call_meets_end_with_status_1() -> None:
         (["--prefill", "2"], "give --both, or --prefill and --decode"),
         (["--model", "llama-3.1-70b", "--weight-dtype", "bf16"], "raise --tp"),
         (["--slo", "a:1:1", "--slo", "a:2:2"], "names a class twice"),
+        (["--both", "4", "--autoscale", "--max-gpus", "3"], "--max-gpus is 3; the limit is at least the layout's 4"),
         (["--trace", "none.csv"], "trace none.csv is not there"),
     ],
 )
@@ -97,6 +113,7 @@ def test_what_makes_no_sense_is_said_in_one_line(
         (["--slo", "a:0:10"], "targets of at least"),
         (["--rate", "-1"], "above 0"),
         (["--warm-up", "nan"], "at least 0"),
+        (["--start-up", "60,30"], "a delay of p50 60 s and p95 30 s makes no sense"),
     ],
 )
 def test_a_wrong_value_is_a_usage_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
