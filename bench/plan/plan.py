@@ -54,7 +54,7 @@ class Question:
             _check_class(slo)
 
 
-class Verdict(enum.StrEnum):
+class Pays(enum.StrEnum):
     PAYS = "pays"
     DOES_NOT = "does not pay"
     UNSURE = "too close to say"
@@ -68,10 +68,10 @@ class Gain:
     half_width: float | None  # of the 95 % interval; None: one seed
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Pays:
         if self.half_width is None or abs(self.mean) <= self.half_width:
-            return Verdict.UNSURE
-        return Verdict.PAYS if self.mean > 0 else Verdict.DOES_NOT
+            return Pays.UNSURE
+        return Pays.PAYS if self.mean > 0 else Pays.DOES_NOT
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from bench.sim.deployment import Hardware
 BETTER = 1.02  # what a challenger must hold: less is chance at a thousand calls
 SHORT_LIST = 6  # candidates that are simulated, beside neighbours
 NEIGHBOURS = 4  # of them, per round
+PLAUSIBLE = 0.7  # of the best guess of its kind: guesses are off by up to 30 % (docs/planner.md)
 _ROUNDS = 2
 _SIZES_OFF = 6  # from the guessed size, each way
 
@@ -195,12 +196,17 @@ def _enough(sizes: Sequence[Screened], rate: float) -> int:
 
 
 def _short_list(ranked: Sequence[Screened]) -> list[Screened]:
-    """The best of each kind, then the best of the rest; colocated ones first, so that a race starts from the plainest."""
+    """The best of each kind, then the best of the rest; colocated ones first, so that a race starts from the plainest.
+
+    Every colocated one that may be the best of them is there: a plan must never be worse than a tuned colocated worker.
+    """
     firsts: dict[object, Screened] = {}
     for one in ranked:
         firsts.setdefault(one.kind, one)
-    chosen = list(firsts.values())[:SHORT_LIST]
-    chosen += _without(ranked, chosen)[: SHORT_LIST - len(chosen)]
+    colocated = [one for one in ranked if one.candidate.is_colocated]
+    chosen = [one for one in colocated if one.value >= PLAUSIBLE * colocated[0].value]
+    others = [one for one in firsts.values() if not one.candidate.is_colocated][:SHORT_LIST]
+    chosen += others + _without(ranked, [*chosen, *others])[: SHORT_LIST - len(others)]
     return sorted(chosen, key=lambda one: (not one.candidate.is_colocated, -one.value))
 
 

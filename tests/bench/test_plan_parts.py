@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.slo import SLO
+from baton.slo import SLO, Verdict
+from bench.plan.baselines import Perturbed, prefill_first
 from bench.plan.judge import Effort, Judge, mean_and_half_width
-from bench.plan.plan import Gain, Verdict, gain_of
+from bench.plan.plan import Gain, Pays, gain_of
 from bench.plan.plot import Line, Mark, plot
 from bench.plan.predict import predict
 from bench.plan.regime import Regime, regime_of, remedies
@@ -24,6 +25,7 @@ from bench.sim.deployment import Hardware, Layout
 from bench.sim.simulation import Mix
 from bench.traces import TraceError, TraceRow
 from bench.workload import Lengths
+from engine.timing.batch import Batch
 
 CHAT = Drawn(10.0, Lengths(1_000, 1_000), Lengths(20, 20))
 CLASSES = Mix((SLO("chat", 500.0, 20.0),))
@@ -176,10 +178,10 @@ def test_a_prediction_has_an_interval_around_its_mean_and_says_how_many_calls_it
 
 
 def test_disaggregation_pays_only_where_the_interval_says_so() -> None:
-    assert Gain(0.1, 0.05).verdict is Verdict.PAYS
-    assert Gain(-0.1, 0.05).verdict is Verdict.DOES_NOT
-    assert Gain(0.1, 0.2).verdict is Verdict.UNSURE
-    assert Gain(0.1, None).verdict is Verdict.UNSURE
+    assert Gain(0.1, 0.05).verdict is Pays.PAYS
+    assert Gain(-0.1, 0.05).verdict is Pays.DOES_NOT
+    assert Gain(0.1, 0.2).verdict is Pays.UNSURE
+    assert Gain(0.1, None).verdict is Pays.UNSURE
     gain = gain_of([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
     assert gain is not None
     assert gain.mean == pytest.approx(0.1)
@@ -197,3 +199,23 @@ def test_a_plot_is_well_formed_and_escapes_its_labels() -> None:
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "x &amp; y" in text
+
+
+def test_prefill_first_makes_running_sequences_wait_and_chunks_do_not() -> None:
+    traffic = Drawn(4.0, Lengths(4_000, 4_000), Lengths(40, 40))
+    judge = Judge(traffic, Mix((SLO("chat", 2_000.0, 100.0, itl_p99_ms=40.0),)))
+    one = next(one for one in prefill_first(SPACE, 1) if one.budget > 4_000)
+    chunked = judge.trial(candidate(Layout(0, 0, 1)), 4.0, num_calls=100, seed=0)
+    whole = judge.trial(one, 4.0, num_calls=100, seed=0)
+    assert chunked.holds
+    assert not whole.holds
+    assert whole.missed[Verdict.ITL] > whole.num_calls / 4
+
+
+def test_perturbed_steps_are_off_by_no_more_than_was_asked_and_the_same_for_a_seed() -> None:
+    plain = candidate(Layout(0, 0, 1)).deployment
+    times, again, other = (Perturbed(0.2, seed)(plain).step_time() for seed in (1, 1, 2))
+    for batch in (Batch(((2_048, 0),)), Batch((), 1, 1), Batch((), 200, 200_000)):
+        assert 0.8 <= times.step_s(batch) / plain.step_time().step_s(batch) <= 1.2
+        assert times.step_s(batch) == again.step_s(batch)
+    assert times.step_s(Batch((), 1, 1)) != other.step_s(Batch((), 1, 1))
