@@ -76,7 +76,7 @@ class AutoscaleLoop:
         self._ticked_s = now_s()
         self._leased_s = float("-inf")
         self._standing: set[tuple[str, object]] = set()  # outcomes of the last tick
-        self.metrics = AutoscaleMetrics(registry, controller.fleet, lambda: self.tick_age_s)
+        self.metrics = AutoscaleMetrics(registry, controller.fleet, lambda: self.tick_age_s, lambda: self.leads)
 
     @property
     def leads(self) -> bool:
@@ -142,7 +142,6 @@ class AutoscaleLoop:
             log.warning("lease_unknown", reason=error.message, is_held=self._lease.is_held)
         if self._lease.is_held is not before:
             log.info("autoscaler_leads" if self._lease.is_held else "autoscaler_follows")
-        self.metrics.is_leader = float(self._lease.is_held)
 
     # -- each tick ---------------------------------------------------------------------------------------------------
 
@@ -168,8 +167,9 @@ class AutoscaleLoop:
         settings = self._settings
         if settings.mode is not Mode.AUTO:
             return _not_done(decision, f"mode is {settings.mode}")
+        await self._keep_lease()  # levers before this one may have taken seconds
         if not self._lease.is_held:
-            return _not_done(decision, "another controller acts on this database")
+            return _not_done(decision, "another controller may act on this database")
         try:
             done = await self._levers.pull(act, settings.budget)
         except BatonError as error:

@@ -31,8 +31,10 @@ class PoolSizes:
 class AutoscaleMetrics:
     """One loop's, in the controller's registry."""
 
-    def __init__(self, registry: Registry, fleet: Fleet, tick_age_s: Callable[[], float]) -> None:
-        """`tick_age_s`: since the last look at the fleet that came to its end."""
+    def __init__(
+        self, registry: Registry, fleet: Fleet, tick_age_s: Callable[[], float], leads: Callable[[], bool]
+    ) -> None:
+        """`tick_age_s`: since the last look at the fleet that came to its end. `leads`: whether this controller may act."""
         registry.add(PoolSizes(fleet))
         self._decisions = Counter(
             "baton_autoscaler_decisions", "What was decided; applied=false: refused, failed, or not in mode auto.",
@@ -42,11 +44,10 @@ class AutoscaleMetrics:
             "baton_autoscaler_failed_ticks", "Looks at the fleet that ended in an error.", ["error"], registry
         )
         Gauge("baton_autoscaler_last_tick_seconds", "Since the last look at the fleet.", tick_age_s, registry)
-        self.is_leader = 0.0
         Gauge(
             "baton_autoscaler_is_leader",
             "1: of the controllers on this database, this one acts.",
-            self._leads,
+            leads,
             registry,
         )
 
@@ -55,6 +56,3 @@ class AutoscaleMetrics:
 
     def failed(self, error: Exception) -> None:
         self._failures.labels(type(error).__name__).inc()
-
-    def _leads(self) -> float:
-        return self.is_leader

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from baton.config import ClusterConfig, WorkerConfig
 from baton.errors import BatonError, InvalidRequest, Unavailable
@@ -36,7 +36,7 @@ LOGS_DIR = "logs"  # in the run folder
 _REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
 _MAX_STARTS = 32  # at once; more wait for their turn. A host holds far fewer workers
 _MAX_CALLS = 8  # of the short ones: a kill takes 3 s at most
-_ASK_S = 5.0  # Ray answers from memory in milliseconds
+_ASK_S = 5.0  # Ray answers in milliseconds; a worker that is asked to stop has 3 s
 
 Answer = TypeVar("Answer")
 
@@ -76,6 +76,7 @@ class RayFleet:
         self._starts = ThreadPoolExecutor(_MAX_STARTS, thread_name_prefix="ray-start")
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="ray")
         self._starting: set[asyncio.Task[None]] = set()
+        self._open: dict[str, asyncio.Future[Any]] = {}  # questions that Ray has not answered yet
         self._pools: Pools | None = None
         if controller.fleet.saved().is_new:
             for role, num_workers in sizes_of(cluster).items():
@@ -168,25 +169,39 @@ class RayFleet:
         return worker_id
 
     async def scale_down(self, worker_id: str) -> None:
-        if self._pools is None:
-            raise Unavailable("Ray is away", retry_after_s=_REVIVE_S)
-        await self._in_thread(self._pools.kill, worker_id)
+        await self._asked(f"kill {worker_id}", lambda pools: pools.kill(worker_id))
 
     def shape_of(self, role: Role) -> str:
         return self._make_config.shape_of(role)
 
     async def _num_spare(self) -> int:
         """Raises: Unavailable."""
-        if self._pools is None:
+        num_places = await self._asked("num_places", lambda pools: pools.num_places())
+        num_taken = len(self._controller.fleet.members())  # one that is only asked for has its place, too
+        return max(0, num_places - num_taken)
+
+    async def _asked(self, what: str, call: Callable[[Pools], Answer]) -> Answer:
+        """What Ray answers. It hangs while its head is away, so the same is not asked again before it has answered.
+
+        Raises:
+            Unavailable: it is away, or does not answer in time.
+        """
+        if (pools := self._pools) is None:
             raise Unavailable("Ray is away", retry_after_s=_REVIVE_S)
+        if (asked := self._open.get(what)) is None:
+            asked = self._open[what] = asyncio.get_running_loop().run_in_executor(self._calls, call, pools)
+            asked.add_done_callback(lambda _: self._answered(what))
         try:
             async with asyncio.timeout(_ASK_S):
-                num_places = await self._in_thread(self._pools.num_places)
+                answer: Answer = await asyncio.shield(asked)
+                return answer
         except TimeoutError:
             raise Unavailable(f"Ray did not answer within {_ASK_S:g} s", retry_after_s=_REVIVE_S) from None
-        return max(
-            0, num_places - len(self._controller.fleet.members())
-        )  # one that is only asked for has its place, too
+
+    def _answered(self, what: str) -> None:
+        asked = self._open.pop(what)
+        if not asked.cancelled() and (error := asked.exception()):  # nobody may be waiting any more
+            log.warning("ray_refused", what=what, reason=str(error))
 
 
 def _is_lost(member: Member) -> bool:

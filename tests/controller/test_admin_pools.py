@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from baton.request import Role
 from router.controller.admin_tokens import Token
+from router.controller.autoscaler.acts import Create
 from router.controller.fleet_state import DRAINING, READY, STANDBY
 from router.controller.settings import Mode
-from tests.controller.control_rig import Machines, Rig, life
+from tests.controller.control_rig import SHAPE, Machines, Rig, life
 
 TOKENS = [Token.of("ann", "operator", "op-secret"), Token.of("dash", "viewer", "view-secret")]
 
@@ -141,6 +143,23 @@ async def test_a_viewer_sees_pools_and_orders_nothing(rig: Rig, admin: httpx.Asy
     for path in ("pools/decode:scale", "workers/decode-0:flip", "workers/decode-0:end"):
         assert (await admin.post(f"/admin/v1/{path}", json={"workers": 3}, headers=viewer)).status_code == 403
     assert rig.state("decode-0") != DRAINING
+
+
+async def test_of_two_writers_of_the_mode_at_once_one_gets_412_and_the_loop_obeys_the_other(
+    rig: Rig, admin: httpx.AsyncClient
+) -> None:
+    version = f'"{rig.controller.in_force.settings.revision.version}"'
+    answers = await asyncio.gather(
+        *(
+            admin.put("/admin/v1/mode", json={"mode": mode, "reason": "x"}, headers={"if-match": version})
+            for mode in ("auto", "advisory")
+        )
+    )
+    assert sorted(answer.status_code for answer in answers) == [200, 412]
+    [won] = [answer.json()["mode"] for answer in answers if answer.status_code == 200]
+    rig.scaler.acts = [Create(Role.DECODE, SHAPE)]
+    await rig.ticks(2)
+    assert (rig.ids() != []) == (won == "auto")
 
 
 async def test_metrics_are_open_and_an_empty_pool_is_a_zero(rig: Rig, admin: httpx.AsyncClient) -> None:

@@ -127,6 +127,31 @@ async def test_one_more_worker_has_a_name_of_its_own_and_fits_or_is_refused(cont
     running.cancel()
 
 
+async def test_while_ray_hangs_nobody_waits_for_it_long_and_the_same_is_asked_once(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "_ASK_S", 0.05)
+    ray, comes_back, num_asked = FakeRay(), threading.Event(), 0
+
+    def hangs() -> int:
+        nonlocal num_asked
+        num_asked += 1
+        assert comes_back.wait(10)
+        return 8
+
+    fleet = fleet_of(controller, ray)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 4)
+    monkeypatch.setattr(ray, "num_places", hangs)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="did not answer"):
+            await fleet.get("cpu")
+    comes_back.set()
+    await until(lambda: not fleet._open)
+    assert ((await fleet.get("cpu")).spare, num_asked) == (4, 2)
+    running.cancel()
+
+
 async def test_a_configured_worker_is_tried_again_and_one_that_was_asked_for_is_not(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
