@@ -4,7 +4,8 @@ Fleets under a virtual clock take the place of real ones: each serves its load f
 other targets at random. What is predicted is the product's own (router/controller/live_forecast.py), from what its own windows
 and step models measured of that fleet, and told before the change is made. What comes true is the attainment of the calls that
 arrive in the WINDOW_S after SETTLE_S. Predictor and fleet differ: other seeds, lengths from histograms, arrivals taken for
-Poisson where the fleet's come in bursts, blocks of another size, learned step times of which each term is off by STEPS_OFF.
+Poisson where the fleet's come in bursts, blocks of another size, and step times that the predictor knows as far as its step
+models learned them: each pool of the fleet is slower or quicker than the roofline where they begin.
 
 The predictor gets CPU seconds here, in place of the wall's: other work on this machine changes no figure.
 """
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -35,17 +37,17 @@ from bench.sim.telemetry import REPORT_S, Telemetry
 from bench.traces import TraceRow
 from bench.what_if import answer
 from bench.workload import Lengths
+from engine.timing.batch import Batch, StepTime
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.feasibility import NoForecast, Outlook
 from router.controller.live_forecast import LiveForecast
 from router.controller.measured_fleet import WINDOW_S, Measured
 from router.controller.settings import Budget
-from router.controller.step_model import Terms
 from router.controller.what_if import Answer, Question
 
 FIRST_S = 420.0  # until the first change: a window, and what workers and step models need to warm up
 SETTLE_S = 60.0  # after a change, for calls that came before it to end
-STEPS_OFF = 0.03  # of each term of the learned step times, one standard deviation: what models on noise of 5 % err by
+STEPS_OFF = 0.1  # of each pool's steps from the roofline, one standard deviation
 STEPS_LOOK_S = 2.0  # between two samples of what steps took
 # Of a class's first targets: from a third to 1.4 times, and what a step allows around a TPOT
 TTFT_DOUBLINGS, TPOT_DOUBLINGS = (-1.5, 0.5), (-0.6, 0.4)
@@ -62,6 +64,35 @@ class World:
     prompts: Lengths
     outputs: Lengths
     mix: Mix
+
+    def fleet(self, slowness: Mapping[Role, float]) -> Deployment:
+        """As it is, which nobody tells the controller; by role."""
+        fields = {field.name: getattr(self.deployment, field.name) for field in dataclasses.fields(self.deployment)}
+        return _Slowed(**fields, slowness=slowness)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowed(Deployment):
+    """Of GPUs that are slower, or quicker, than their model says."""
+
+    slowness: Mapping[Role, float] = dataclasses.field(default_factory=dict)
+
+    def step_time(self, role: Role = Role.BOTH) -> StepTime:
+        return _SlowSteps(Deployment.step_time(self, role), self.slowness[role])
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowSteps:
+    """Implements StepTime."""
+
+    times: StepTime
+    slowness: float
+
+    def step_s(self, batch: Batch) -> float:
+        return self.slowness * self.times.step_s(batch)
+
+    def decode_steps_s(self, num_decodes: int, context_tokens: int, num_steps: int) -> float:
+        return self.slowness * self.times.decode_steps_s(num_decodes, context_tokens, num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +136,10 @@ def worlds() -> list[World]:
         return Mix(classes, (0.7, 0.3)[: len(classes)])
 
     return [
-        World("1 + 1, chat", fleet(Layout(1, 1), 2), Constant(5.0), chat, bulk, mix(loose, tight)),
-        World("2 + 1, bursts of code", fleet(Layout(2, 1), 2), Bursts(4.0, 2.0, 20.0, 100.0), code, short, mix(loose)),
-        World("2 colocated, chat", fleet(Layout(num_both=2), 2), Constant(6.0), chat, bulk, mix(loose, tight)),
-        World("1 + 1 of x 4, swings", fleet(Layout(1, 1), 4), Sinusoid(7.0, 0.3, 200.0), chat, bulk, mix(*two)),
+        World("1 + 1, chat", fleet(Layout(1, 1), 2), Constant(3.4), chat, bulk, mix(loose, tight)),
+        World("2 + 1, bursts of code", fleet(Layout(2, 1), 2), Bursts(2.8, 2.0, 20.0, 100.0), code, short, mix(loose)),
+        World("2 colocated, chat", fleet(Layout(num_both=2), 2), Constant(4.2), chat, bulk, mix(loose, tight)),
+        World("1 + 1 of x 4, swings", fleet(Layout(1, 1), 4), Sinusoid(5.0, 0.3, 200.0), chat, bulk, mix(*two)),
     ]
 
 
@@ -133,10 +164,10 @@ class Trial:
         self._num_changes = num_changes
         self._seed = seed
         self._rng = random.Random(f"{seed}/{world.name}")
-        self._off = [self._rng.lognormvariate(0.0, STEPS_OFF) for _ in range(5)]
+        off = {role: self._rng.lognormvariate(0.0, STEPS_OFF) for role in Role}
         self._telemetry = Telemetry(world.deployment)
         self._simulation = Simulation(
-            world.deployment, world.mix, seed=seed, on_call=self._on_call, watcher=self._telemetry
+            world.fleet(off), world.mix, seed=seed, on_call=self._on_call, watcher=self._telemetry
         )
         self._forecast = LiveForecast(CpuSimulator(), self._measured, budget_s)
         self._told: dict[int, _Told] = {}  # by change
@@ -200,11 +231,9 @@ class Trial:
 
     def _measured(self) -> Measured:
         now_s, measures = self._simulation.clock.now_s, self._telemetry.measures
-        facts = self._facts(now_s)
-        steps = {role: _scaled(terms, self._off) for role, terms in facts.steps.items()}
         models = measures.steps.items()
         return Measured(
-            facts=replace(facts, steps=steps),
+            facts=self._facts(now_s),
             windows=measures.view(now_s).classes,
             errors={Role[name.upper()]: model.error for name, model in models if model.error is not None},
             is_settled=True,
@@ -220,19 +249,17 @@ class Trial:
                 )  # fmt: skip
 
 
-def _scaled(terms: Terms, factors: Sequence[float]) -> Terms:
-    return Terms(*(value * factor for value, factor in zip(astuple(terms), factors, strict=True)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.dry_run_figures")
     parser.add_argument("--changes", type=int, default=5, help="of each of the four fleets (%(default)s)")
+    parser.add_argument("--fleet", type=int, action="append", choices=range(4), help="only this one; may be repeated")
     parser.add_argument("--cpu-seconds", type=float, default=5.0, help="for each prediction (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     args = parser.parse_args(argv)
     rows: list[Row] = []
-    for world in worlds():
+    chosen = range(4) if args.fleet is None else args.fleet
+    for world in (worlds()[number] for number in chosen):
         trial = Trial(world, args.changes, args.cpu_seconds, args.seed)
         rows += (found := trial.run())
         print("\n".join([*map(_line, found), *trial.unpredicted]), flush=True)

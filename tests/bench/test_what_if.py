@@ -20,10 +20,10 @@ from tests.controller.live_rig import BULK, CHAT, fleet, measured, window
 
 
 def question(rate: float = 4.0, classes: tuple[SLO, ...] = (CHAT,), **fields: object) -> Question:
-    """Short: 25 s of calls, one seed, all the time there is."""
+    """Short: 20 s of calls, one seed, all the time there is."""
     seen = [window(slo.name, rate / (1 + place)) for place, slo in enumerate(classes)]
     asked = asked_of(measured(fleet(classes=classes), *seen), 0, 1e9).question
-    short = replace(asked, seeds=(0,), warm_up_s=5.0, length_s=30.0)
+    short = replace(asked, seeds=(0,), warm_up_s=4.0, length_s=24.0)
     return replace(short, **fields)  # type: ignore[arg-type]
 
 
@@ -37,8 +37,8 @@ def test_scenarios_of_a_seed_meet_the_same_calls_and_an_answer_is_a_function_of_
     assert [run.scenario for run in found.runs] == [APART, LOCAL, COLOCATED]
     assert len({tuple((one.class_name, one.num_calls) for one in run.classes) for run in found.runs}) == 1
     assert {one.class_name: one.num_calls for one in found.runs[0].classes} == {
-        "interactive": pytest.approx(100, abs=35),
-        "batch": pytest.approx(50, abs=25),
+        "interactive": pytest.approx(80, abs=30),
+        "batch": pytest.approx(40, abs=20),
     }
     assert answer(asked) == ANSWER.validate_json(ANSWER.dump_json(found)) == found
 
@@ -88,7 +88,7 @@ async def test_a_controller_gets_its_answer_from_another_process() -> None:
 
 
 def test_when_time_is_up_whole_seeds_count_and_nothing_else() -> None:
-    asked = question(seeds=tuple(range(50)), budget_s=60.0)
+    asked = question(seeds=tuple(range(50)), budget_s=25.0)
     clock = count()
     found = answer(asked, lambda: float(next(clock)))  # a second at each look, every 16 calls
     assert 0 < len(found.runs) < 150
@@ -124,6 +124,6 @@ def test_disaggregation_pays_for_tight_gaps_beside_long_prompts_and_not_where_on
     for slo, prompt, output, rate, pays in ((pace, 2_000, 60, 6.0, True), (CHAT, 6_000, 8, 12.0, False)):
         seen = measured(fleet(classes=(slo,)), window("interactive", rate, prompt=prompt, output=output))
         asked = asked_of(seen, 0, 1e9)
-        short = replace(asked.question, seeds=(0, 1, 2), warm_up_s=3.0, length_s=20.0)
+        short = replace(asked.question, seeds=(0, 1, 2), warm_up_s=2.0, length_s=12.0)
         verdict = verdict_of(answer(short), replace(asked, question=short), 0.0)
         assert verdict.pays is pays, verdict

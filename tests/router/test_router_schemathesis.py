@@ -109,7 +109,7 @@ async def test_no_request_that_schemathesis_makes_gets_a_5xx_or_an_undocumented_
 
 async def test_nor_does_one_about_files_and_batches(model_dir: Path, tmp_path: Path) -> None:
     async with router_process(model_dir, tmp_path / "batches") as port:
-        said = await run(port, tmp_path, max_time_s=5, max_examples=5, seed=1, paths=BATCHES)
+        said = await run(port, tmp_path, max_time_s=3, max_examples=3, seed=1, paths=BATCHES)
     assert "9 selected / 17 total" in said, said
 
 
