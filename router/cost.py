@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from baton.config import CostConfig
 from baton.v1 import worker_pb2
-from engine.timing.economics import usd_per_million_tokens
 from router.admission_metrics import AdmissionMetrics
 from router.fleet import Endpoint, Fleet
 from router.gpu_time import GpuTime
@@ -41,6 +40,7 @@ class Costs:
     def __init__(self, config: CostConfig, fleet: Fleet, registry: Registry, names: AdmissionMetrics) -> None:
         """`names`: bounds the number of tenants told apart."""
         self._config = config
+        self._gpus = config.gpus_per_worker / config.time_scale  # GPU seconds in a second of a worker
         self._fleet = fleet
         self._names = names
         self._lives: dict[str, _Life] = {}  # by worker
@@ -66,11 +66,14 @@ class Costs:
                 prompt_s += prefill.time.prompt_s * report.stats.computed_tokens
             if decode := self._lives.get(report.decode_worker):  # the first token came with the prompt
                 output_s += decode.time.output_s * max(0, report.num_tokens - 1)
-        name, gpus = self._names.name(tenant), self._config.gpus_per_worker / self._config.time_scale
-        self._seconds.labels(name, "prompt").inc(gpus * prompt_s)
-        self._seconds.labels(name, "output").inc(gpus * output_s)
+        name = self._names.name(tenant)
+        self._seconds.labels(name, "prompt").inc(self._gpus * prompt_s)
+        self._seconds.labels(name, "output").inc(self._gpus * output_s)
         if self._config.usd_per_gpu_hour:
-            self._usd.labels(name).inc(gpus * (prompt_s + output_s) * self._config.usd_per_gpu_hour / 3_600)
+            self._usd.labels(name).inc(self._usd_of(prompt_s + output_s))
+
+    def _usd_of(self, worker_s: float) -> float:
+        return worker_s * self._gpus * self._config.usd_per_gpu_hour / 3_600
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -101,10 +104,9 @@ class Costs:
     @property
     def usd_per_million_tokens(self) -> float | None:
         """Of output, of late: idle time, other routers' calls and prompts included. None: no price, or nobody made any."""
-        if not self._config.usd_per_gpu_hour or self._fleet_tokens < 1 or not self._fleet_s:
+        if not self._config.usd_per_gpu_hour or self._fleet_tokens < 1:
             return None
-        usd_per_hour = self._config.usd_per_gpu_hour * self._config.gpus_per_worker / self._config.time_scale
-        return usd_per_million_tokens(usd_per_hour, self._fleet_tokens / self._fleet_s)
+        return 1e6 * self._usd_of(self._fleet_s) / self._fleet_tokens
 
     def lines(self) -> Iterator[str]:
         yield header("baton_usd_per_gpu_hour", "As configured; 0 = not known.", "gauge")
