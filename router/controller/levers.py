@@ -3,7 +3,7 @@
     tune, local_prefill, flip, undrain, wake    an order that is obeyed at once, or begins to be, or is refused
     create                                      asked for; the worker is pending until it announces itself
     drain                                       the worker takes no new work; what follows waits until it is idle
-    give_up                                     ended at once: nothing runs on what is pending or stands by
+    give_up                                     ended at once: nothing runs on what is pending, away or stands by
 
 `settle` does what had to wait, in whatever mode: a drained worker that is idle stands by or is ended, one that did not come up
 is given up. It goes by the fleet alone, which outlives this process, so a new controller goes on where the last one stopped.
@@ -25,7 +25,7 @@ from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, LocalPrefill, Tune, Undrain, Wake
 from router.controller.controller import Controller
 from router.controller.decisions import Decision
-from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, AfterDrain, Member
+from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, AfterDrain, Member
 from router.controller.pool_scaler import PoolScaler
 from router.controller.settings import Budget
 
@@ -85,7 +85,7 @@ class Levers:
             case Drain(worker_id, keep_standby):
                 await self._drain(self._member(worker_id, READY, DRAINING, FAILED), keep_standby, budget)
             case GiveUp(worker_id):
-                await self._end(self._idle(self._controller.fleet.get(worker_id)))
+                await self._end(self._expendable(self._controller.fleet.get(worker_id)))
         return describe(act)
 
     async def _wake(self, member: Member, role: Role) -> None:
@@ -177,10 +177,14 @@ class Levers:
         view = self._controller.view(member.worker_id)
         return view is not None and view.load.draining and view.load.idle
 
-    def _idle(self, member: Member) -> Member:
-        """Raises: InvalidRequest: calls may be running there."""
-        if member.epoch and member.state != STANDBY:
+    def _expendable(self, member: Member) -> Member:
+        """Raises: InvalidRequest: calls may be running there, or it is configured and only late."""
+        if member.state not in (STARTING, STANDBY, FAILED):
             raise InvalidRequest(f"{member.worker_id} is {member.state}: drain it first", field="worker_id")
+        if member.state == STARTING and not member.extra:
+            raise InvalidRequest(
+                f"{member.worker_id} is configured: its start is tried again for ever", field="worker_id"
+            )
         return member
 
     async def _end(self, member: Member) -> None:

@@ -66,5 +66,5 @@ def _scaler(cluster: ClusterConfig, times: Times, planner: Planner | None) -> Li
 def times_of(cluster: ClusterConfig) -> Times:
     """As configured, until some were measured."""
     config = cluster.controller
-    start_up_s = Times().start_up_s * cluster.emulation.time_scale
+    start_up_s = Times().start_up_s * cluster.emulation.time_scale + cluster.emulation.start_s
     return Times(config.tick_s, start_up_s, cluster.emulation.flip_s, config.dwell_s, config.shrink_after_s)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.request import Role
 from baton.slo import SLO
 from router.controller.autoscaler.acts import Create, Drain, Flip, GiveUp, LocalPrefill, Tune, Undrain, Wake
 from router.controller.autoscaler.facts import State, Tuning
-from router.controller.fleet_state import DRAINING, READY, STANDBY
+from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY
 from router.controller.fleet_store import FleetStore
 from router.controller.pool_orders import Order
 from router.controller.settings import Budget, Mode, PoolBounds
@@ -245,9 +246,20 @@ async def test_a_standby_that_nobody_needs_is_ended_at_once_and_one_that_serves_
     await rig.orders.carry_out(Drain("decode-0", keep_standby=True), ANN)
     await rig.until(lambda: rig.state("decode-0") == STANDBY)
     await rig.orders.carry_out(GiveUp("decode-0"), ANN)
-    with pytest.raises(Exception, match="drain it first"):
+    with pytest.raises(InvalidRequest, match="drain it first"):
         await rig.orders.carry_out(GiveUp("decode-1"), ANN)
     assert rig.ids() == ["decode-1"]
+
+
+async def test_a_worker_that_is_away_may_be_given_up_and_a_configured_one_that_is_only_late_may_not(rig: Rig) -> None:
+    rig.controller.expect("late-0", Role.DECODE, SHAPE)
+    await rig.worker("decode-0")
+    await rig.machines.stop("decode-0")
+    await rig.until(lambda: rig.state("decode-0") == FAILED)
+    await rig.orders.carry_out(GiveUp("decode-0"), ANN)
+    with pytest.raises(InvalidRequest, match="tried again for ever"):
+        await rig.orders.carry_out(GiveUp("late-0"), ANN)
+    assert rig.ids() == ["late-0"]
 
 
 # -- other controllers -------------------------------------------------------------------------------------------------
