@@ -188,8 +188,7 @@ def _best(search: Search, question: Question, wanted: Callable[[Candidate], bool
     if question.num_gpus is not None:
         found = search.best(question.num_gpus, wanted=wanted)
         return found if found is not None and found.knee.rate > 0 else None
-    cheapest = search.cheapest(question.traffic.rate, wanted=wanted)
-    return search.race([cheapest]) if cheapest is not None else None
+    return search.cheapest(question.traffic.rate, wanted=wanted)
 
 
 _NEARBY = 1.06  # knees of other seeds are some percent away from that of the search's

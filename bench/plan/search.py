@@ -7,7 +7,7 @@ For so many GPUs: the one that holds the highest rate for its price.
     3 neighbours of the best (a worker in another role, the next setting of a knob) are tried likewise, until none is better
 For a rate: the cheapest that holds it.
     1 of each structure and hardware, sizes around the one whose guess is enough are tried, cheaper ones after one that holds
-    2 one size below the cheapest its neighbours are tried
+    2 the best guesses of one GPU fewer are tried; then 3 as above
 Never knows whether a better one lies elsewhere: bench/plan_figures.py compares with looking at all.
 """
 
@@ -86,7 +86,10 @@ class Search:
     def best(self, num_gpus: int, *, wanted: Callable[[Candidate], bool] = lambda _: True) -> Found | None:
         """None: no candidate is wanted, or none holds any rate."""
         ranked = [one for one in self.screen(num_gpus) if wanted(one.candidate)]
-        found = self.race(_short_list(ranked))
+        return self._improved(self.race(_short_list(ranked)), wanted)
+
+    def _improved(self, found: Found | None, wanted: Callable[[Candidate], bool]) -> Found | None:
+        """By going to neighbours while one is better."""
         for _ in range(_ROUNDS):
             if found is None:
                 return None
@@ -133,8 +136,12 @@ class Search:
 
     # For a rate
 
-    def cheapest(self, rate: float, *, wanted: Callable[[Candidate], bool] = lambda _: True) -> Screened | None:
+    def cheapest(self, rate: float, *, wanted: Callable[[Candidate], bool] = lambda _: True) -> Found | None:
         """None: nothing of up to MAX_WORKERS workers holds it."""
+        found = self._cheapest(rate, wanted)
+        return self._improved(self.race([found]), wanted) if found is not None else None
+
+    def _cheapest(self, rate: float, wanted: Callable[[Candidate], bool]) -> Screened | None:
         best: Screened | None = None
         for sizes in self._families(rate, wanted):
             best = self._walk(sizes, rate, best)

@@ -220,7 +220,7 @@ def _counts(layout: Layout) -> tuple[int, int, int]:
 def _even_layouts(num_gpus: int, tp: int) -> Iterator[Layout]:
     """All workers alike. Decode workers without prefill workers would be idle, for who does both keeps what it prefilled."""
     num, rest = divmod(num_gpus, tp)
-    if rest or num > MAX_WORKERS:
+    if rest or not 1 <= num <= MAX_WORKERS:
         return
     for num_both in range(num + 1):
         others = num - num_both

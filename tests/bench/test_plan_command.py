@@ -30,6 +30,16 @@ def test_it_prints_a_table_and_writes_a_document_and_a_picture(
     assert picture.read_text().startswith("<svg")
 
 
+def test_for_a_rate_it_finds_the_fewest_gpus_that_hold_it(tmp_path: Path) -> None:
+    document = tmp_path / "plan.json"
+    assert main(["plan", *SMALL, *CHAT, "--rate", "60", "--json", str(document)]) == 0
+    found = json.loads(document.read_text())
+    best, (chat,) = found["best"], found["classes"]
+    assert found["gpus"] == best["gpus"] < 4
+    assert all(trial["attainment"]["chat"] >= chat["percentile"] - 0.05 for trial in best["at_rate"])
+    assert best["goodput_rps"] > 0.9 * 60
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
