@@ -42,13 +42,13 @@ class Layout:
     prefill: int = 0
     decode: int = 0
     both: int = 0
+    sheds: bool = False  # most benches ask what workers do with their calls, not which of them a router would turn away
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes `baton up` start just these, all three said so that no default adds one, and let every call wait: a bench
-        asks what workers do with its calls, not which of them a router would rather have turned away."""
+        """What makes `baton up` start just these, all three said so that no default adds one."""
         return {
-            "BATON__ROUTER__SHED_BY_FORECAST": "false",
+            "BATON__ROUTER__SHED_BY_FORECAST": str(self.sheds).lower(),
             "BATON__PREFILL": str(self.prefill),
             "BATON__DECODE": str(self.decode),
             "BATON__BOTH": str(self.both),
