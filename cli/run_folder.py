@@ -6,7 +6,7 @@ routers.json    where each router's own metrics are, in the form that Prometheus
 config.json     the resolved configuration; router-<n>.json a router's part of it
 tokens.json     admin tokens, 0600; ray.token Ray's, 0600
 logs/           one file per process, of the last run
-fleet.json      who is in the fleet and what is wanted of each; rates.json what arrived of late: for the next controller of the run
+fleet.json      who is in the fleet and what is wanted of each; rates.json what arrived of late: for the run's next controller
 slo.sqlite      the SLO classes and their history: outlives runs
 """
 
