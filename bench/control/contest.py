@@ -38,6 +38,7 @@ MISS_FACTOR = (
 INTERVAL_S = 60.0  # of the oracle's plan: a start-up
 TUNING_SEED = 1_000
 TUNING_S = 1_800.0  # of a load, at most, on which settings are chosen
+HEADROOMS = (1.1, 1.25, 1.45)  # of the oracle's plans: fleets that are busy at 91, 80 and 69 %
 NUM_STATIC = 2  # of the layouts that the model likes best, beside the best with one prefill or decode worker more
 
 NewScaler = Callable[[], Scaler]
@@ -137,9 +138,9 @@ class Contest:
                 begin = static if baseline.name == "static" else start
                 others[baseline.name].append(self._run(baseline.new(), begin, seed))
             self._say(f"seed {seed}: oracle")
-            plan = self._plan(self._arrivals(seed, self._load), start)
-            bounds.append(plan.cost / 3_600)
-            best.append(self._run(Schedule(plan, start, start_up_s=TIMES.start_up_s), start, seed, faulty=False))
+            calls = self._arrivals(seed, self._load)
+            bounds.append(self._plan(calls, start, 1.0).cost / 3_600)
+            best.append(self._oracle(calls, start, seed))
         settings = {baseline.name: baseline.setting for baseline in baselines}
         return Row(
             load=self._load,
@@ -162,7 +163,7 @@ class Contest:
 
     def _best_static(self) -> Sizes:
         sizes = oracle.layouts(self._load.max_workers)
-        misses = self._misses(self._tuned_on, sizes).sum(axis=1)
+        misses = self._misses(self._tuned_on, sizes, HEADROOMS[1]).sum(axis=1)
         duration_s = min(self._load.duration_s, TUNING_S)
         losses = duration_s * np.array([sum(one) for one in sizes]) + self._prices.miss * misses
         likely = [sizes[int(place)] for place in losses.argsort(kind="stable")[:NUM_STATIC]]
@@ -195,15 +196,23 @@ class Contest:
 
     # -- the oracle ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, calls: Sequence[Arrived], start: Sizes) -> Plan:
-        sizes = oracle.layouts(max(self._load.max_workers, sum(start)))
-        return oracle.cheapest(self._misses(calls, sizes), sizes, start, INTERVAL_S, self._prices)
+    def _oracle(self, calls: Sequence[Arrived], start: Sizes, seed: int) -> Trial:
+        plans = dict.fromkeys(self._plan(calls, start, headroom) for headroom in HEADROOMS)
+        trials = [self._run(self._schedule(plan, start), start, seed, faulty=False) for plan in plans]
+        return min(trials, key=lambda one: one.figures.loss)
 
-    def _misses(self, calls: Sequence[Arrived], sizes: Sequence[Sizes]) -> oracle.Table:
+    def _schedule(self, plan: Plan, start: Sizes) -> Schedule:
+        return Schedule(plan, start, start_up_s=TIMES.start_up_s, drain_s=self._prices.leave)
+
+    def _plan(self, calls: Sequence[Arrived], start: Sizes, headroom: float) -> Plan:
+        sizes = oracle.layouts(max(self._load.max_workers, sum(start)))
+        return oracle.cheapest(self._misses(calls, sizes, headroom), sizes, start, INTERVAL_S, self._prices)
+
+    def _misses(self, calls: Sequence[Arrived], sizes: Sequence[Sizes], headroom: float) -> oracle.Table:
         """[layouts, intervals], of the calls that count."""
         most = max(max(one) for one in sizes)
-        prefill = [prefill_met(calls, num) for num in range(1, most + 1)]
-        decode = [decode_met(self._costs, calls, num) for num in range(1, most + 1)]
+        prefill = [prefill_met(calls, num, headroom) for num in range(1, most + 1)]
+        decode = [decode_met(self._costs, calls, num, headroom) for num in range(1, most + 1)]
         counts = np.array([call.row.at_s >= self._load.judge_from_s for call in calls])
         intervals = np.array([int(call.row.at_s / INTERVAL_S) for call in calls], dtype=np.int64)
         num_intervals = math.ceil(self._load.duration_s / INTERVAL_S)

@@ -6,7 +6,7 @@
 
 Both flatter a layout: one queue before all workers is never worse than one before each, sequences spread evenly step fastest, and
 each pool is looked at as if the other were ample. So what this calls missed a real fleet of that size would hardly have met;
-it is what the oracle plans with, and a bound for it as far as that goes.
+it bounds what the oracle can do. For plans that a real fleet can follow, `headroom` makes its workers slower.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ class Arrived:
     slo: SLO
 
 
-def prefill_met(calls: Sequence[Arrived], num_workers: int) -> Flags:
+def prefill_met(calls: Sequence[Arrived], num_workers: int, headroom: float = 1.0) -> Flags:
+    """`headroom`: as if every prompt took so many times as long."""
     met = np.zeros(len(calls), dtype=bool)
     free_s = [0.0] * num_workers
     for number, call in enumerate(calls):
-        end_s = max(call.row.at_s, free_s[0]) + call.cost.prefill_s
+        end_s = max(call.row.at_s, free_s[0]) + headroom * call.cost.prefill_s
         if 1e3 * (end_s - call.row.at_s) <= call.slo.ttft_ms:
             met[number] = True
             heapq.heapreplace(free_s, end_s)
     return met
 
 
-def decode_met(costs: Costs, calls: Sequence[Arrived], num_workers: int) -> Flags:
+def decode_met(costs: Costs, calls: Sequence[Arrived], num_workers: int, headroom: float = 1.0) -> Flags:
+    """`headroom`: as if there were so many times fewer workers."""
     met = np.zeros(len(calls), dtype=bool)
-    pool = _Decoding(costs, num_workers)
+    pool = _Decoding(costs, num_workers / headroom)
     for number, call in enumerate(calls):
         pool.go_on(call.row.at_s + call.cost.prefill_s)
         met[number] = pool.take(call)
@@ -57,7 +59,7 @@ def decode_met(costs: Costs, calls: Sequence[Arrived], num_workers: int) -> Flag
 class _Decoding:
     """Time is counted in tokens that everybody has got since the start: a call ends when it has got its own."""
 
-    def __init__(self, costs: Costs, num_workers: int) -> None:
+    def __init__(self, costs: Costs, num_workers: float) -> None:
         self._costs = costs
         self._num_workers = num_workers
         self._running: list[tuple[float, float]] = []  # (tokens at which it ends, its context)

@@ -5,8 +5,10 @@ each of its calls that misses `miss_gpu_s`. What a change costs: a new worker th
 for that much earlier; a worker that leaves those of its drain; a flip the drain and the flip, in which it serves nobody.
 Dynamic programming over all layouts within the budget finds the sequence of least cost (Bellman 1957).
 
-It bounds from below what any policy costs, as far as model.py flatters every layout; the policy that carries the sequence out
-(`Schedule`) is run in the simulator like all others, so what is reported as the oracle was reached.
+Planned without headroom it bounds from below what any policy costs, as far as model.py flatters every layout. The policy that
+carries a sequence out (`Schedule`) is run in the simulator like all others, so what is reported as the oracle was reached: of
+the plans with several headrooms it is the one that did best with that seed. New workers are asked for a start-up ahead, and who
+is to leave decoding for prefill is told a drain ahead.
 """
 
 from __future__ import annotations
@@ -88,8 +90,8 @@ class _Due:
 class Schedule:
     """Carries a plan out. Implements Scaler."""
 
-    def __init__(self, plan: Plan, start: Sizes, *, start_up_s: float) -> None:
-        self._due = deque(sorted(_dues(plan, start, start_up_s), key=lambda due: due.at_s))
+    def __init__(self, plan: Plan, start: Sizes, *, start_up_s: float, drain_s: float) -> None:
+        self._due = deque(sorted(_dues(plan, start, start_up_s, drain_s), key=lambda due: due.at_s))
 
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
         proposals: list[Proposal] = []
@@ -117,19 +119,19 @@ def least_work(worker: WorkerFacts) -> tuple[float, str]:
     return (worker.load.num_seqs if worker.load is not None else 0, worker.worker_id)
 
 
-def _dues(plan: Plan, start: Sizes, start_up_s: float) -> Iterator[_Due]:
+def _dues(plan: Plan, start: Sizes, start_up_s: float, drain_s: float) -> Iterator[_Due]:
     before = start
     for interval, after in enumerate(plan.sizes):
-        yield from _changes(before, after, interval * plan.interval_s, start_up_s)
+        yield from _changes(before, after, interval * plan.interval_s, start_up_s, drain_s)
         before = after
 
 
-def _changes(before: Sizes, after: Sizes, at_s: float, start_up_s: float) -> Iterator[_Due]:
+def _changes(before: Sizes, after: Sizes, at_s: float, start_up_s: float, drain_s: float) -> Iterator[_Due]:
     (prefill, decode), roles = (b - a for a, b in zip(before, after, strict=True)), (Role.PREFILL, Role.DECODE)
     moved = min(abs(prefill), abs(decode)) if prefill * decode < 0 else 0
     taker, giver = roles if prefill > 0 else roles[::-1]
     for _ in range(moved):
-        yield _Due(at_s, taker, giver)
+        yield _Due(at_s - (drain_s if giver is Role.DECODE else 0.0), taker, giver)
     for role, change in zip(roles, (prefill, decode), strict=True):
         for _ in range(abs(change) - moved):
             yield _Due(at_s, role, leaves=True) if change < 0 else _Due(math.floor(at_s - start_up_s), role)

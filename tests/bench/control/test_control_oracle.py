@@ -55,13 +55,13 @@ def test_a_change_costs_a_flip_where_one_pool_gives_what_the_other_takes_and_a_s
 
 def test_a_plan_is_carried_out_with_new_workers_asked_for_a_start_up_ahead_and_flips_when_they_are_due() -> None:
     plan = Plan(((2, 2), (2, 2), (4, 1), (1, 1)), INTERVAL_S, 0.0)
-    schedule, now = Schedule(plan, (2, 2), start_up_s=60.0), looked(2, 2)
+    schedule, now = Schedule(plan, (2, 2), start_up_s=60.0, drain_s=20.0), looked(2, 2)
     acts = []
     for _ in range(20):
         proposals = schedule.look(now)
         acts += [(now.now_s, type(proposal.act)) for proposal in proposals]
         now = carried_out(now, list(proposals), 10.0)
-    assert acts == [(60.0, Create), (120.0, Flip), (180.0, Drain), (180.0, Drain), (180.0, Drain)]
+    assert acts == [(60.0, Create), (100.0, Flip), (180.0, Drain), (180.0, Drain), (180.0, Drain)]
     assert [w.role for w in now.workers if w.state is State.READY].count(Role.PREFILL) == 1
 
 
