@@ -198,6 +198,7 @@ class Telemetry:
             used_tokens=worker.used_tokens(now_s),
             step_s=step_s,
             num_preemptions=worker.engine.scheduler.totals.num_preemptions,
+            num_waiting=worker.engine.scheduler.num_waiting,
         )
         return heard.load
 

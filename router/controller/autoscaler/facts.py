@@ -38,6 +38,7 @@ class WorkerLoad:
     used_tokens: int  # of KV: active and reserved
     step_s: float  # mean of its last steps
     num_preemptions: int  # since its start
+    num_waiting: int = 0  # of num_seqs, that own no KV yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ def load_of(load: worker_pb2.Load, at_s: float, block_tokens: int) -> WorkerLoad
         used_tokens=block_tokens * (load.active_blocks + load.reserved_blocks),
         step_s=load.step_ms / 1e3,
         num_preemptions=load.num_preemptions,
+        num_waiting=load.num_waiting,
     )
 
 

@@ -145,7 +145,7 @@ class Levers:
             for giver in PAIR
             if giver is not taker
             and taker in PAIR
-            and self._have.of(giver) > self._sizes.spare.of(giver)
+            and self._num_ready(giver) > self._sizes.spare.of(giver)
             and self._patience.may_give(giver, taker)
         ]
 
@@ -163,7 +163,8 @@ class Levers:
                 continue
             if any(worker.role is role for worker in self._there.draining):
                 continue  # one at a time
-            if (worker := self._least_busy(role)) is not None:
+            worker = self._least_busy(role)
+            if worker is not None and (worker.state in _NOT_UP or self._num_ready(role) > max(enough, wanted)):
                 self._patience.shrank(role)
                 keep = len(self._there.standbys) < self._max_standbys
                 yield self._end(worker, f"{max(enough, wanted)} were enough for long: {self._why(role)}", keep)
@@ -179,6 +180,10 @@ class Levers:
 
     def _in(self, state: State) -> list[WorkerFacts]:
         return [worker for worker in self._free.values() if worker.state is state]
+
+    def _num_ready(self, role: Role) -> int:
+        """Of whom nothing was proposed: who is not up yet is no reason to let others go."""
+        return sum(worker.role is role for worker in self._in(State.READY))
 
     def _least_busy(self, role: Role, *, ready_only: bool = False) -> WorkerFacts | None:
         """Whoever is not up first: nobody is served there."""

@@ -136,6 +136,7 @@ class Search:
     def _bounded(self, layout: Layout) -> Layout:
         for role, num in layout:
             bounds = bounds_of(self.budget, role)
-            most = num if bounds.max_workers is None else bounds.max_workers
-            layout = layout.plus(role, max(self.least.of(role), bounds.min_workers, min(num, most)) - num)
+            most = max(num, self.least.of(role)) if bounds.max_workers is None else bounds.max_workers
+            size = max(bounds.min_workers, min(most, max(num, self.least.of(role))))
+            layout = layout.plus(role, size - num)
         return layout

@@ -7,7 +7,7 @@ is the one that the others give. Nothing left out counts as 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from router.controller.autoscaler.facts import FleetFacts, State, WorkerFacts, WorkerLoad
@@ -53,15 +53,28 @@ def pressure(workers: Iterable[WorkerFacts]) -> Pressure:
     return Pressure(
         used_share=sum(used / kv for kv, used in with_kv) / len(with_kv) if with_kv else None,
         waiting_tokens=sum(load.waiting_tokens for _, load in loads) / len(loads),
-        num_seqs=(num_seqs := sum(load.num_seqs for _, load in loads)) / len(loads),
-        context_tokens=sum(load.used_tokens for _, load in loads) / num_seqs if num_seqs >= MIN_SEQS else None,
+        num_seqs=sum(load.num_seqs for _, load in loads) / len(loads),
+        context_tokens=_context(loads),
     )
+
+
+def _context(loads: Sequence[tuple[WorkerFacts, WorkerLoad]]) -> float | None:
+    """Who waits has none, and no engine gives any to more than it has seats."""
+    num_seqs = sum(min(load.num_seqs - load.num_waiting, worker.tuning.max_num_seqs) for worker, load in loads)
+    return sum(load.used_tokens for _, load in loads) / num_seqs if num_seqs >= MIN_SEQS else None
 
 
 def _is_sound(load: WorkerLoad | None, now_s: float) -> bool:
     if load is None:
         return False
-    numbers = (load.num_seqs, load.waiting_tokens, load.used_tokens, load.step_s, load.num_preemptions)
+    numbers = (
+        load.num_seqs,
+        load.waiting_tokens,
+        load.used_tokens,
+        load.step_s,
+        load.num_preemptions,
+        load.num_waiting,
+    )
     are_numbers = all(0 <= number < math.inf for number in numbers)  # NaN fails, too
     return are_numbers and -CLOCK_SLACK_S <= now_s - load.at_s <= FRESH_LOAD_S
 

@@ -10,8 +10,9 @@ The step model says where to go at once, from wherever the limits are; what call
              the GPU best, but not below where reading weights costs as much as computing
     chunk    as much as the budget
 
-Correction: too many late tokens make the pace that is aimed at stricter by STEP, too many late first tokens while every seat is
-taken make it looser; once in SETTLED_S, within SLACKEST. Engines are told of what matters (NEARLY), once in dwell_s.
+Correction (hill climbing on what calls felt): too many late tokens make the pace that is aimed at stricter by STEP; too many
+late first tokens make it looser, where every seat is taken, steps as measured leave room, and the looser one has not failed
+within REMEMBER_S. Once in SETTLED_S, within SLACKEST. Engines are told of what matters (NEARLY), once in dwell_s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, State, 
 from router.controller.autoscaler.layouts import kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, too_many
 from router.controller.autoscaler.need import Kind
-from router.controller.autoscaler.sound import pressure
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork
 
@@ -36,7 +36,8 @@ STEP = 1.05  # of a correction: what a best setting may be off
 SLACKEST = (
     1.5  # times the model's pace, or a part of it: what its error can be (33 % in the worst group: docs/timing.md)
 )
-NEARLY = 0.1  # of a limit: a smaller change is within what traffic varies by
+NEARLY = 0.04  # of a limit: less than a STEP; a smaller change moves goodput by less than that
+REMEMBER_S = 3_600.0  # a pace that failed; by then the traffic is another
 PACE = (
     0.97  # of a target of time per token: the rest is the gap of the handoff, over a median answer (129 tokens, azure)
 )
@@ -133,6 +134,7 @@ class Tuner:
 
     def __init__(self) -> None:
         self._slack = dict.fromkeys(Role, 1.0)
+        self._failed = dict.fromkeys(Role, (math.inf, -math.inf))  # slack that was too much, and when
         self._corrected_s = dict.fromkeys(Role, -math.inf)
         self._tuned_s: dict[str, float] = {}  # by worker
 
@@ -148,28 +150,52 @@ class Tuner:
             ready = [worker for worker in there.of(role) if worker.state is State.READY]
             if not ready or not load.classes:
                 continue
-            self._correct(role, facts.classes, ready, now_s)
-            for worker in ready:
-                of_worker = replace(kind, tuning=worker.most, kv_tokens=worker.kv_tokens)
-                goal = best(
-                    of_worker, load, len(ready), self._slack[role], local_prefill=facts.local_prefill_tokens > 0
-                )
-                if _is_far(worker.tuning, goal) and now_s - self._tuned_s[worker.worker_id] >= dwell_s:
+            far = [
+                (worker, goal) for worker, goal in self._goals(facts, kind, load, ready) if _is_far(worker.tuning, goal)
+            ]
+            if not far and now_s - max(self._tuned_s[worker.worker_id] for worker in ready) >= SETTLED_S:
+                self._correct(kind, load, facts.classes, ready, now_s)
+            for worker, goal in far:
+                if now_s - self._tuned_s[worker.worker_id] >= dwell_s:
                     self._tuned_s[worker.worker_id] = now_s
                     yield self._propose(worker, goal, role)
 
-    def _correct(self, role: Role, classes: Sequence[ClassTraffic], ready: Sequence[WorkerFacts], now_s: float) -> None:
+    def _goals(
+        self, facts: FleetFacts, kind: Kind, load: Load, ready: Sequence[WorkerFacts]
+    ) -> Iterator[tuple[WorkerFacts, Tuning]]:
+        for worker in ready:
+            of_worker = replace(kind, tuning=worker.most, kv_tokens=worker.kv_tokens)
+            is_local = facts.local_prefill_tokens > 0
+            yield worker, best(of_worker, load, len(ready), self._slack[kind.role], local_prefill=is_local)
+
+    def _correct(
+        self, kind: Kind, load: Load, classes: Sequence[ClassTraffic], ready: Sequence[WorkerFacts], now_s: float
+    ) -> None:
+        role = kind.role
         if role is Role.PREFILL or now_s - self._corrected_s[role] < SETTLED_S:
             return
-        seats = sum(worker.tuning.max_num_seqs for worker in ready) / len(ready)
+        slack = self._slack[role]
         if any(too_many(c.num_missed_tpot, c) for c in classes):
-            factor = 1 / STEP
-        elif any(too_many(c.num_missed_ttft, c) for c in classes) and (pressure(ready).num_seqs or 0.0) >= FULL * seats:
-            factor = STEP
+            self._failed[role] = (slack, now_s)
+            slack /= STEP
+        elif any(too_many(c.num_missed_ttft, c) for c in classes) and self._has_room(kind, load, ready, now_s):
+            slack *= STEP
         else:
             return
-        self._slack[role] = min(SLACKEST, max(1 / SLACKEST, self._slack[role] * factor))
+        self._slack[role] = min(SLACKEST, max(1 / SLACKEST, slack))
         self._corrected_s[role] = now_s
+
+    def _has_room(self, kind: Kind, load: Load, ready: Sequence[WorkerFacts], now_s: float) -> bool:
+        """Whether a looser pace would let more calls in, and still be in time."""
+        loads = [(worker, worker.load) for worker in ready if worker.load is not None]
+        paces = [_pace_s(c) for c in load.classes if need.batch_within(kind, load, _pace_s(c)) >= 1]
+        if not loads or not paces:
+            return False
+        failed, failed_s = self._failed[kind.role]
+        may_try = now_s - failed_s > REMEMBER_S or self._slack[kind.role] * STEP < failed
+        are_full = all(says.num_seqs >= FULL * worker.tuning.max_num_seqs for worker, says in loads)
+        longest_s = max(says.step_s for _, says in loads)
+        return may_try and are_full and STEP * longest_s <= min(paces)
 
     def _propose(self, worker: WorkerFacts, goal: Tuning, role: Role) -> Proposal:
         before = worker.tuning

@@ -18,7 +18,7 @@ from router.controller.settings import Budget, PoolBounds
 from tests.controller.autoscaler.fleets import CHAT, chat, facts, fleet, worker
 from tests.controller.autoscaler.fluid import Fluid
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TIMES = Times()
 MAX_GPUS = 12
 BUDGET = Budget(MAX_GPUS, PoolBounds(1), PoolBounds(1, 8))
@@ -92,7 +92,7 @@ NUMBERS: st.SearchStrategy[Any] = st.one_of(
 @st.composite
 def any_facts(draw: st.DrawFn) -> FleetFacts:
     def load() -> WorkerLoad:
-        values: list[Any] = [draw(NUMBERS) or 0 for _ in range(6)]
+        values: list[Any] = [draw(NUMBERS) or 0 for _ in range(7)]
         return WorkerLoad(*values)
 
     workers = tuple(
