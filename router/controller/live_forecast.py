@@ -18,7 +18,17 @@ from statistics import stdev
 from baton.errors import BatonError
 from baton.slo import SLO
 from router.controller.feasibility import NoForecast, Outlook, Prediction
-from router.controller.measured_fleet import MIN_CALLS, WINDOW_S, Measured, Unknown, loads, pools, question, slower
+from router.controller.measured_fleet import (
+    MIN_CALLS,
+    TOO_MUCH,
+    WINDOW_S,
+    Measured,
+    Unknown,
+    loads,
+    pools,
+    question,
+    slower,
+)
 from router.controller.what_if import Answer, ClassRun, Scenario, Simulator
 
 MAX_WIDTH = 0.10  # of an interval
@@ -57,7 +67,7 @@ class LiveForecast:
         except (Unknown, BatonError) as error:
             raise NoForecast(str(error)) from error
         if not answer.runs:
-            raise NoForecast(f"the traffic is too much to simulate within {self._budget_s:g} s")
+            raise NoForecast(f"such traffic cannot be simulated within {self._budget_s:g} s: {TOO_MUCH}")
         names = [slo.name for slo in after if slo.name in loaded]
         few = f"fewer than {MIN_CALLS} calls in the last {WINDOW_S:g} s"
         return Outlook(

@@ -23,6 +23,7 @@ RUN_CALLS = (
     600  # of one seed, that count: an attainment of 90 % to +-2.4 points (95 %), and a few seeds fit into seconds
 )
 MAX_SEEDS = 8  # beyond, the model's error outweighs chance
+TOO_MUCH = "it is too much, or this machine is busy; raise controller.planner_seconds"
 _WARM_UP = 2.0  # lengths of a call: twice as long as it takes until decode is as full as it will be
 _LEAST_CALLS = 2.0  # lengths of a call that must be looked at, so that long answers count as well
 _HOPS_S = 0.001  # of a first token's way, that the simulator has itself: two of its HOP_S

@@ -28,7 +28,7 @@ from router.controller.autoscaler.disaggregation import (
     Verdict,
 )
 from router.controller.autoscaler.facts import State
-from router.controller.measured_fleet import WINDOW_S, Measured, Unknown, pools, question
+from router.controller.measured_fleet import TOO_MUCH, WINDOW_S, Measured, Unknown, pools, question
 from router.controller.step_model import StepWork, Terms
 from router.controller.what_if import Answer, Question, Run, Scenario, Simulator, WorkerPool
 
@@ -133,9 +133,7 @@ def verdict_of(answer: Answer, asked: Asked, at_s: float) -> Verdict:
     apart = runs[APART]
     if len(apart) < MIN_SEEDS:
         budget_s = asked.question.budget_s
-        raise Unknown(
-            f"only {len(apart)} of {MIN_SEEDS} samples could be simulated within {budget_s:g} s: the traffic is too much"
-        )
+        raise Unknown(f"only {len(apart)} of {MIN_SEEDS} samples could be simulated within {budget_s:g} s: {TOO_MUCH}")
     return Verdict(
         at_s=at_s,
         present=asked.present,

@@ -118,7 +118,7 @@ class Away:
 
 async def test_a_simulator_that_had_no_time_or_did_not_answer_is_said() -> None:
     seen = measured(fleet(), window("interactive", 10.0))
-    with pytest.raises(NoForecast, match="too much to simulate within 5 s"):
+    with pytest.raises(NoForecast, match="cannot be simulated within 5 s: it is too much, or this machine is busy"):
         await LiveForecast(NoTime(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
     with pytest.raises(NoForecast, match="did not answer within 11 s"):
         await LiveForecast(Away(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
