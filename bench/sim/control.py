@@ -120,7 +120,7 @@ class ControlledRun:
             watcher=telemetry,
         )
         fleet = self.simulation.fleet
-        fleet.faults.num_stuck, fleet.faults.restarts = faults.num_stuck, faults.restarts
+        fleet.num_stuck, fleet.restarts = faults.num_stuck, faults.restarts
         self._controller = Controller(self.simulation, scaler, telemetry, times, budget, machine_gpus=machine_gpus)
         self._controller.start()
         for kill in faults.kills:

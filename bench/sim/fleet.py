@@ -24,7 +24,7 @@ from bench.sim.delays import Delays
 from bench.sim.deployment import Deployment
 from bench.sim.engine import EngineShape
 from bench.sim.router import SimRouter
-from bench.sim.worker import Listener, SimWorker
+from bench.sim.worker import Listener, SimWorker, WorkerUse
 from engine.tuning import Tuning
 from router.controller.autoscaler.facts import State
 
@@ -53,14 +53,6 @@ class Member:
         return self.num_gpus * ((now_s if self.gone_s is None else self.gone_s) - self.created_s)
 
 
-@dataclass(slots=True)
-class Faults:
-    """What goes wrong with those that are created from now on."""
-
-    num_stuck: int = 0  # so many stay PENDING for ever
-    restarts: bool = True  # somebody brings back those that die
-
-
 class Fleet:
     """Acts are methods: they return what follows, and raise Refused."""
 
@@ -75,8 +67,8 @@ class Fleet:
         fast: bool,
     ) -> None:
         self.members: dict[str, Member] = {}
-        self.processes: list[SimWorker] = []  # every one that ever was
-        self.faults = Faults()
+        self.num_stuck = 0  # so many of those that are created from now on never come up
+        self.restarts = True  # somebody brings back those that die
         self.deployment = deployment
         self._router = router
         self._listener = listener
@@ -86,6 +78,7 @@ class Fleet:
         self._shapes: dict[Role, EngineShape] = {}
         self._numbers = dict.fromkeys(Role, 0)
         self._gone_gpu_s = 0.0
+        self._gone_uses: list[WorkerUse] = []
         for role in deployment.layout.roles:
             member = self._new_member(role, State.PENDING, 0.0)
             self._start(member, 0.0)
@@ -99,8 +92,12 @@ class Fleet:
     def num_gpus(self) -> int:
         return sum(member.num_gpus for member in self.members.values())
 
+    def uses(self, now_s: float) -> list[WorkerUse]:
+        """Of every process that ever was."""
+        return [*self._gone_uses, *(worker.use(now_s) for worker in self.workers())]
+
     def workers(self) -> list[SimWorker]:
-        """Whose processes live."""
+        """Whose processes live, or are not known to be dead."""
         return [member.worker for member in self.members.values() if member.worker is not None]
 
     # -- acts ----------------------------------------------------------------------------------------------------------
@@ -108,8 +105,8 @@ class Fleet:
     def create(self, role: Role, now_s: float) -> list[Event]:
         member = self._new_member(role, State.PENDING, now_s)
         delay_s = self._delays.start_up.draw(self._rng)
-        if self.faults.num_stuck:
-            self.faults.num_stuck -= 1
+        if self.num_stuck:
+            self.num_stuck -= 1
             return []
         return [Event(now_s + delay_s, self._later(member, self._start))]
 
@@ -165,7 +162,7 @@ class Fleet:
         return [*events, *self._router.on_change(worker, now_s, takes_calls=member.state is State.READY)]
 
     def kill(self, worker_id: str, now_s: float) -> list[Event]:
-        """Its process dies, whatever it is doing. With `faults.restarts` somebody brings it back."""
+        """Its process dies, whatever it is doing. With `restarts` somebody brings it back."""
         member = self._find(worker_id, *State)
         if member.worker is None:
             raise Refused(f"{worker_id} is not up")
@@ -175,7 +172,7 @@ class Fleet:
         events = member.worker.die(now_s)
         member.version += 1  # whatever it was about to do
         events.append(Event(noticed_s, self._later(member, partial(self._on_noticed, was_listed))))
-        if self.faults.restarts:
+        if self.restarts:
             events.append(Event(back_s, partial(self._restart, member, member.epoch)))
         return events
 
@@ -206,11 +203,11 @@ class Fleet:
             member.role,
             self._shape(member.role),
             self._listener,
+            now_s,
             block_bytes=deployment.token_bytes * deployment.engine.block_size,
             nic_bytes_per_s=deployment.nic_bytes_per_s(member.role),
             fast=self._fast,
         )
-        self.processes.append(member.worker)
         self._enter(member, State.READY, now_s)
         return self._router.on_join(member.worker, now_s)
 
@@ -248,8 +245,9 @@ class Fleet:
 
     def _on_noticed(self, was_listed: bool, member: Member, now_s: float) -> list[Event]:
         """That it died."""
-        worker, member.worker = self._process(member), None
-        if member.state is State.DRAINING or not self.faults.restarts:
+        worker = self._process(member)
+        self._forget_process(member, now_s)
+        if member.state is State.DRAINING or not self.restarts:
             self._remove(member, now_s)
         else:
             self._enter(member, State.FAILED, now_s)
@@ -299,9 +297,15 @@ class Fleet:
         assert member.worker is not None, "nothing of it is up"
         return member.worker
 
+    def _forget_process(self, member: Member, now_s: float) -> None:
+        if member.worker is not None:
+            self._gone_uses.append(member.worker.use(now_s))
+            member.worker = None
+
     def _remove(self, member: Member, now_s: float) -> None:
         member.gone_s = now_s
         member.version += 1
+        self._forget_process(member, now_s)
         self._gone_gpu_s += member.gpu_s(now_s)
         del self.members[member.worker_id]
 

@@ -23,7 +23,7 @@ from bench.sim.deployment import Deployment
 from bench.sim.fleet import Fleet
 from bench.sim.measures import ClassMeasure, measures
 from bench.sim.router import MostTokens, SimRouter, Watcher
-from bench.sim.worker import SimWorker
+from bench.sim.worker import SimWorker, WorkerUse
 from bench.traces import TraceRow
 from router.admission import Bounds, Shed
 
@@ -52,19 +52,6 @@ class Mix:
         if slo.name not in {known.name for known in self.classes}:
             raise InvalidRequest(f"there is no class {slo.name}", field="name")
         return replace(self, classes=tuple(slo if known.name == slo.name else known for known in self.classes))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUse:
-    """What one worker did."""
-
-    worker_id: str
-    role: Role
-    busy_share: float  # of the run's time
-    num_served: int
-    num_steps: int
-    num_preemptions: int
-    sent_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +195,7 @@ class Simulation:
         run_s = self.clock.now_s
         return Outcome(
             classes=[*self._measures.values()],
-            workers=[_use(worker, run_s) for worker in self.fleet.processes],
+            workers=self.fleet.uses(run_s),
             gpu_hours=self.fleet.gpu_s(run_s) / 3_600,
             num_moved=self._num_moved,
             measured_s=max(0.0, self._last_arrival_s - self._warm_up_s),
@@ -220,17 +207,3 @@ class Simulation:
 def _most_tokens(deployment: Deployment) -> MostTokens:
     prefill, decode, both = (deployment.shape(role).pool_tokens for role in Role)
     return MostTokens(max(prefill, both), max(decode, both))
-
-
-def _use(worker: SimWorker, run_s: float) -> WorkerUse:
-    engine = worker.engine
-    work = engine.work(run_s)
-    return WorkerUse(
-        worker.worker_id,
-        worker.role,
-        work.busy_s / run_s if run_s else 0.0,
-        worker.num_served,
-        work.num_steps,
-        engine.scheduler.totals.num_preemptions,
-        worker.sent_bytes,
-    )

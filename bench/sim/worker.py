@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
@@ -49,6 +50,19 @@ class Listener(Protocol):
     def on_idle(self, worker: SimWorker, now_s: float) -> Iterable[Event]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerUse:
+    """What one process did."""
+
+    worker_id: str
+    role: Role
+    busy_share: float  # of its life
+    num_served: int
+    num_steps: int
+    num_preemptions: int
+    sent_bytes: float
+
+
 class SimWorker:
     def __init__(
         self,
@@ -57,6 +71,7 @@ class SimWorker:
         role: Role,
         shape: EngineShape,
         listener: Listener,
+        started_s: float,
         *,
         block_bytes: float,
         nic_bytes_per_s: float,
@@ -72,6 +87,7 @@ class SimWorker:
         self.sent_bytes = 0.0
         self.peers: frozenset[str] = frozenset()  # worker_ids that it may reserve on
         self.open: dict[int, Attempt] = {}  # by seq
+        self._started_s = started_s
         self._listener = listener
         self._block_bytes = block_bytes
         self._long_steps = LongSteps()
@@ -98,6 +114,18 @@ class SimWorker:
     def is_dead(self) -> bool:
         return self.engine.is_halted
 
+    def use(self, now_s: float) -> WorkerUse:
+        work, lived_s = self.engine.work(now_s), now_s - self._started_s
+        return WorkerUse(
+            self.worker_id,
+            self.role,
+            work.busy_s / lived_s if lived_s else 0.0,
+            self.num_served,
+            work.num_steps,
+            self.engine.scheduler.totals.num_preemptions,
+            self.sent_bytes,
+        )
+
     # What it is told to be
 
     def tune(self, tuning: Tuning, now_s: float) -> list[Event]:
@@ -106,6 +134,7 @@ class SimWorker:
         return [*self.engine.tune(tuning, now_s), *self._start_queued(now_s)]
 
     def die(self, now_s: float) -> list[Event]:
+        """Whatever it is doing."""
         last_s = self.engine.halt(now_s)
         for seq, attempt in self.open.items():
             if attempt.decode is self and self.engine.scheduler.runs(seq) and seq not in self._watched:
