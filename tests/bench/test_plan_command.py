@@ -9,7 +9,7 @@ import pytest
 
 from cli.main import main
 
-SMALL = ["--input-len", "1000", "--output-len", "8", "--calls", "100", "--seeds", "2", "--tp", "1", "--no-progress"]
+SMALL = ["--input-len", "1000", "--output-len", "8", "--calls", "60", "--seeds", "2", "--tp", "1", "--no-progress"]
 CHAT = ["--slo", "chat:500:20"]
 
 
@@ -26,7 +26,7 @@ def test_it_prints_a_table_and_writes_a_document_and_a_picture(
     assert found["best"]["goodput_rps"] > 0
     assert found["best"]["usd_per_million_tokens"] > 0
     assert found["disaggregation"]["verdict"] in ("pays", "does not pay", "too close to say")
-    assert found["simulated"]["calls"] > 1_000
+    assert found["simulated"]["calls"] > 600
     assert picture.read_text().startswith("<svg")
 
 
