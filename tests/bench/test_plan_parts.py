@@ -31,6 +31,7 @@ CHAT = Drawn(10.0, Lengths(1_000, 1_000), Lengths(20, 20))
 CLASSES = Mix((SLO("chat", 500.0, 20.0),))
 TARGETS = Targets.of(CLASSES.classes)
 LOAD = load_of(CHAT)
+ROW = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": []}\n'
 SPACE = Space("llama-3.1-8b", [Offer.parse("h100")], widths=(1, 2), held_tokens=LOAD.held_tokens)
 
 
@@ -82,11 +83,9 @@ def test_a_seen_pair_without_tokens_is_named() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": []}\n',
-            "two rows at different times",
-        ),
-        ('{"timestamp": 0, "input_length": -5, "output_length": 5, "hash_ids": []}\n', "line 1: input_length is -5"),
+        (ROW % (0, 5), "two rows at different times"),
+        (ROW % (0, -5), "line 1: input_length is -5"),
+        (ROW % (0, 5) + ROW % (9_000, 5) + ROW % (3_000, 5), "line 3: timestamp is 3000, before 9000"),
         ('{"timestamp": 0, "output_length": 5, "hash_ids": []}\n', "line 1: input_length is missing"),
     ],
 )
