@@ -239,8 +239,12 @@ class Scheduler:
     def _all_decode(self) -> bool:
         """Whether a step would compute one token of every running sequence, none of them the first."""
         running = self._running
-        fits = 0 < len(running) <= self._most.max_num_batched_tokens
-        return fits and all(s.num_computed + 1 == len(s.token_ids) and s.first_token_s is not None for s in running)
+        if not 0 < len(running) <= self._most.max_num_batched_tokens:
+            return False
+        for sequence in running:
+            if sequence.num_computed + 1 != len(sequence.token_ids) or sequence.first_token_s is None:
+                return False
+        return True
 
     def skip(self, num_steps: int, token: int) -> list[SequenceEnded]:
         """Do at once what `num_steps` <= `steps_until_event()` steps would have done, each token being `token`, which stops
@@ -262,8 +266,12 @@ class Scheduler:
 
     def _num_blocks_lacking(self, num_steps: int) -> int:
         """For so many steps of all that run."""
-        size, more = self._block_size, num_steps - 1
-        return sum(max(0, -(-(len(s.token_ids) + more) // size) - len(s.blocks)) for s in self._running)
+        size, more, num_lacking = self._block_size, num_steps - 1, 0
+        for sequence in self._running:
+            lacking = -(-(len(sequence.token_ids) + more) // size) - len(sequence.blocks)
+            if lacking > 0:
+                num_lacking += lacking
+        return num_lacking
 
     def check_integrity(self, exchanged: Set[int] = frozenset()) -> None:
         """Assert that blocks, queues and states agree; `exchanged` blocks are reserved by others (engine/block_exchange.py)."""

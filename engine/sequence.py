@@ -56,9 +56,9 @@ class StopRules:
 
     def num_tokens_left(self, sequence: Sequence) -> int:
         """Tokens until its length ends it, if nothing does before."""
-        return min(
-            sequence.request.sampling.max_tokens - len(sequence.output_ids), self.max_len - len(sequence.token_ids)
-        )
+        of_answer = sequence.request.sampling.max_tokens - len(sequence.output_ids)
+        in_all = self.max_len - len(sequence.token_ids)
+        return of_answer if of_answer < in_all else in_all  # `min` is a call too many in what simulations do most
 
 
 @dataclass(slots=True, eq=False)
