@@ -130,7 +130,7 @@ class Case:
 # ShareGPT as DistServe reports it (OSDI 2024, table 1): prompts of 756 tokens and answers of 200 on average
 CHAT = Drawn(10.0, Lengths(500, 2_100, lognormal=True), Lengths(150, 520, lognormal=True))
 CASES = (
-    Case("8B chat, 15 ms", "llama-3.1-8b", 4, (1,), SLO("chat", 1_000.0, 15.0)),
+    Case("8B chat, 15 ms", "llama-3.1-8b", 2, (1,), SLO("chat", 1_000.0, 15.0)),
     Case("8B chat, 8 ms", "llama-3.1-8b", 3, (1,), SLO("chat", 1_000.0, 8.0)),
     Case("70B chat, mean 25 ms", "llama-3.1-70b", 8, (2, 4), SLO("chat", 2_000.0, 25.0)),
     Case("70B chat, 25 ms, gaps 200 ms", "llama-3.1-70b", 8, (2, 4), SLO("chat", 2_000.0, 25.0, 200.0)),

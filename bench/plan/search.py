@@ -1,7 +1,7 @@
 """Finds the best candidate: a guess says which ones are worth it, the simulator decides among them.
 
 For so many GPUs: the one that holds the highest rate for its price.
-    1 the best guesses of each structure (colocated, split, mixed) and hardware are the short list
+    1 the best guesses of each structure (colocated, P/D, ...) and hardware are the short list
     2 the first is measured to its knee; each other must hold a little more than the best so far, in one trial, to be
       measured
     3 neighbours of the best (a worker in another role, the next setting of a knob) are tried likewise, until none is better
@@ -34,15 +34,16 @@ _SIZES_OFF = 6  # from the guessed size, each way
 class Structure(StrEnum):
     COLOCATED = "colocated"
     SPLIT = "P/D"
+    LOCAL = "P/D with local prefill"
     MIXED = "mixed roles"
 
 
 def structure(candidate: Candidate) -> Structure:
     if candidate.is_colocated:
         return Structure.COLOCATED
-    return (
-        Structure.MIXED if candidate.layout.num_both or candidate.deployment.local_prefill_tokens else Structure.SPLIT
-    )
+    if candidate.layout.num_both:
+        return Structure.MIXED
+    return Structure.LOCAL if candidate.deployment.local_prefill_tokens else Structure.SPLIT
 
 
 @dataclass(frozen=True, slots=True)
