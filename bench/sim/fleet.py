@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest
 from baton.request import Role
 from bench.sim.clock import Event
 from bench.sim.delays import Delays
-from bench.sim.deployment import Deployment
+from bench.sim.deployment import Deployment, Hardware
 from bench.sim.engine import EngineShape
 from bench.sim.router import SimRouter
 from bench.sim.worker import Listener, SimWorker, WorkerUse
@@ -41,7 +41,7 @@ class Member:
     role: Role  # that it has, or will have once it is up or has flipped
     state: State
     since_s: float  # when it came into this state
-    num_gpus: int
+    hardware: Hardware
     created_s: float
     keep_standby: bool = False  # once drained
     worker: SimWorker | None = None  # None while nothing of it is up
@@ -49,8 +49,13 @@ class Member:
     version: int = 0  # of its state: what was to follow from an older one is stale
     gone_s: float | None = None
 
-    def gpu_s(self, now_s: float) -> float:
-        return self.num_gpus * ((now_s if self.gone_s is None else self.gone_s) - self.created_s)
+    @property
+    def num_gpus(self) -> int:
+        return self.hardware.tp
+
+    def hours(self, now_s: float) -> float:
+        """That its GPUs were taken for."""
+        return ((now_s if self.gone_s is None else self.gone_s) - self.created_s) / 3_600
 
 
 class Fleet:
@@ -77,7 +82,7 @@ class Fleet:
         self._fast = fast
         self._shapes: dict[Role, EngineShape] = {}
         self._numbers = dict.fromkeys(Role, 0)
-        self._gone_gpu_s = 0.0
+        self._gone: list[Member] = []
         self._gone_uses: list[WorkerUse] = []
         for role in deployment.layout.roles:
             member = self._new_member(role, State.PENDING, 0.0)
@@ -85,8 +90,13 @@ class Fleet:
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    def gpu_s(self, now_s: float) -> float:
-        return self._gone_gpu_s + sum(member.gpu_s(now_s) for member in self.members.values())
+    def gpu_hours(self, now_s: float) -> float:
+        return sum(member.num_gpus * member.hours(now_s) for member in (*self._gone, *self.members.values()))
+
+    def usd(self, now_s: float) -> float:
+        return sum(
+            member.hardware.usd_per_hour * member.hours(now_s) for member in (*self._gone, *self.members.values())
+        )
 
     @property
     def num_gpus(self) -> int:
@@ -264,7 +274,7 @@ class Fleet:
         name = role.name.lower()
         worker_id = f"{name}-{self._numbers[role]}"
         self._numbers[role] += 1
-        member = Member(worker_id, role, state, now_s, self.deployment.hardware(role).tp, created_s=now_s)
+        member = Member(worker_id, role, state, now_s, self.deployment.hardware(role), created_s=now_s)
         self.members[worker_id] = member
         return member
 
@@ -306,8 +316,7 @@ class Fleet:
         member.gone_s = now_s
         member.version += 1
         self._forget_process(member, now_s)
-        self._gone_gpu_s += member.gpu_s(now_s)
-        del self.members[member.worker_id]
+        self._gone.append(self.members.pop(member.worker_id))
 
 
 _LISTED = (State.READY, State.DRAINING, State.FLIPPING)  # by the router

@@ -119,18 +119,18 @@ def document(options: Mapping[str, object], deployment: Deployment, runs: Sequen
         "options": kept,
         "deployment": asdict(deployment),
         "complete": complete,
-        "runs": [_run(run, deployment) for run in runs],
+        "runs": [_run(run) for run in runs],
     }
     return json.dumps(found, indent=1, default=str)
 
 
-def _run(run: Run, deployment: Deployment) -> dict[str, object]:
+def _run(run: Run) -> dict[str, object]:
     outcome = run.outcome
     return {
         "seed": run.seed,
         "wall_s": run.wall_s,
         **_totals(outcome),
-        "usd": outcome.gpu_hours * deployment.usd_per_hour / deployment.num_gpus,
+        "usd": outcome.usd,
         "classes": [_class(measure) for measure in outcome.classes],
         "workers": [asdict(worker) | {"role": worker.role.name.lower()} for worker in outcome.workers],
         **(_control(run.controlled) if run.controlled is not None else {}),

@@ -61,6 +61,7 @@ class Outcome:
     classes: Sequence[ClassMeasure]
     workers: Sequence[WorkerUse]  # every process that ever was
     gpu_hours: float  # of every worker from its creation until it was gone
+    usd: float  # of these
     num_moved: int  # calls that went on elsewhere when a worker was lost
     measured_s: float
     run_s: float  # until the last call ended
@@ -196,7 +197,8 @@ class Simulation:
         return Outcome(
             classes=[*self._measures.values()],
             workers=self.fleet.uses(run_s),
-            gpu_hours=self.fleet.gpu_s(run_s) / 3_600,
+            gpu_hours=self.fleet.gpu_hours(run_s),
+            usd=self.fleet.usd(run_s),
             num_moved=self._num_moved,
             measured_s=max(0.0, self._last_arrival_s - self._warm_up_s),
             run_s=run_s,
