@@ -54,14 +54,18 @@ class Pace:
     limit_s: float
 
 
-def best(kind: Kind, load: Load, num_workers: int, slack: float = 1.0, *, local_prefill: bool = False) -> Tuning:
-    """For each of the workers that share the load; `slack` of the pace: learned; `local_prefill`: decode does prompts, too."""
+def best(
+    kind: Kind, load: Load, num_workers: int, now: Tuning, slack: float = 1.0, *, local_prefill: bool = False
+) -> Tuning:
+    """For each of so many workers that share the load. `kind.tuning`: the most it may be; `now`: what it is. `slack`: of the
+    pace, learned. `local_prefill`: decode computes prompts, too; else its budget does not matter and stays."""
     if kind.role is Role.PREFILL:
         return _for_prompts(kind, load)
     paces = [Pace(c, slack * _pace_s(c)) for c in load.classes]
     seats = _seats(kind, load, num_workers, paces)
     if kind.role is Role.DECODE and not local_prefill:
-        return replace(kind.tuning, max_num_seqs=seats)
+        budget = max(seats, min(now.max_num_batched_tokens, kind.tuning.max_num_batched_tokens))
+        return Tuning(seats, budget, min(budget, now.chunk_tokens))
     return replace(kind.tuning, max_num_seqs=seats, **_budget(kind, load, num_workers, seats, paces))
 
 
@@ -166,7 +170,10 @@ class Tuner:
         for worker in ready:
             of_worker = replace(kind, tuning=worker.most, kv_tokens=worker.kv_tokens)
             is_local = facts.local_prefill_tokens > 0
-            yield worker, best(of_worker, load, len(ready), self._slack[kind.role], local_prefill=is_local)
+            yield (
+                worker,
+                best(of_worker, load, len(ready), worker.tuning, self._slack[kind.role], local_prefill=is_local),
+            )
 
     def _correct(
         self, kind: Kind, load: Load, classes: Sequence[ClassTraffic], ready: Sequence[WorkerFacts], now_s: float

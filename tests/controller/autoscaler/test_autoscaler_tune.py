@@ -101,12 +101,23 @@ def test_where_the_step_model_is_off_what_calls_felt_corrects_it(error: float) -
 
 def test_a_setting_that_is_right_is_left_alone() -> None:
     kind = Kind(Role.DECODE, TERMS, MOST, 200_000)
-    right = tune.best(kind, load(30.0), 2)
+    right = tune.best(kind, load(30.0), 2, MOST)
     workers = tuple(replace(w, tuning=right) if w.role is Role.DECODE else w for w in fleet(1, 2))
     scaler = Autoscaler()
     for tick in range(60):
         proposals = scaler.look(facts(workers, chat(30.0, slo=TIGHT), now_s=10.0 * tick))
         assert not [p for p in proposals if isinstance(p.act, Tune) and p.act.worker_id.startswith("decode")]
+
+
+def test_a_decode_worker_s_budget_stays_where_it_computes_no_prompts_and_fits_its_pace_where_it_does() -> None:
+    kind, now = Kind(Role.DECODE, TERMS, MOST, 200_000), Tuning(256, 2_048, 512)
+    alone = tune.best(kind, load(30.0), 2, now)
+    assert (alone.max_num_batched_tokens, alone.chunk_tokens) == (2_048, 512)
+    beside = tune.best(kind, load(30.0), 2, now, local_prefill=True)
+    batch = need.steady_batch(kind, load(30.0), load(30.0).outputs_per_s / 2)
+    prompts = beside.max_num_batched_tokens - batch
+    step_s = TERMS.step_s(StepWork(beside.max_num_batched_tokens, batch * 1_100.0, prompts * 500.0))
+    assert 0.9 * 19.4e-3 <= step_s <= 19.4e-3
 
 
 def test_seats_end_where_the_strictest_pace_does_unless_a_looser_class_is_worth_more() -> None:
@@ -115,7 +126,7 @@ def test_seats_end_where_the_strictest_pace_does_unless_a_looser_class_is_worth_
 
     def seats(strict_rate: float, loose_rate: float) -> int:
         of = Load((*load(strict_rate, strict).classes, *load(loose_rate, loose).classes))
-        return tune.best(kind, of, 1).max_num_seqs
+        return tune.best(kind, of, 1, MOST).max_num_seqs
 
     def batch(slo: SLO) -> int:
         return int(need.batch_within(kind, load(1.0, slo), tune.PACE * slo.tpot_ms / 1e3))
@@ -126,10 +137,10 @@ def test_seats_end_where_the_strictest_pace_does_unless_a_looser_class_is_worth_
 
 def test_a_step_of_prompts_is_no_longer_than_a_part_of_the_strictest_first_token() -> None:
     kind = Kind(Role.PREFILL, TERMS, MOST, 0)
-    quick = tune.best(kind, load(10.0, replace(CHAT, ttft_ms=200.0)), 1)
+    quick = tune.best(kind, load(10.0, replace(CHAT, ttft_ms=200.0)), 1, MOST)
     assert TERMS.step_s(StepWork(quick.max_num_batched_tokens)) <= 0.25 * 0.2
     assert quick.max_num_batched_tokens >= 200  # where weights and compute take equally long
-    assert tune.best(kind, load(10.0), 1) == MOST
+    assert tune.best(kind, load(10.0), 1, MOST) == MOST
 
 
 def test_nobody_is_told_of_limits_before_long_answers_have_ended() -> None:
