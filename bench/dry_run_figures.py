@@ -136,7 +136,7 @@ def worlds() -> list[World]:
         return Mix(classes, (0.7, 0.3)[: len(classes)])
 
     return [
-        World("1 + 1, chat", fleet(Layout(1, 1), 2), Constant(3.4), chat, bulk, mix(loose, tight)),
+        World("1 + 1, chat", fleet(Layout(1, 1), 2), Constant(2.6), chat, bulk, mix(loose, tight)),
         World("2 + 1, bursts of code", fleet(Layout(2, 1), 2), Bursts(2.8, 2.0, 20.0, 100.0), code, short, mix(loose)),
         World("2 colocated, chat", fleet(Layout(num_both=2), 2), Constant(4.2), chat, bulk, mix(loose, tight)),
         World("1 + 1 of x 4, swings", fleet(Layout(1, 1), 4), Sinusoid(5.0, 0.3, 200.0), chat, bulk, mix(*two)),
@@ -224,6 +224,9 @@ class Trial:
             outlook = asyncio.run(self._forecast.predict(before, after))
             windows = {w.class_name: w.attainment for w in self._measured().windows if w.window_s == WINDOW_S}
             self._told[number] = _Told(change, outlook, windows)
+            self.unpredicted += [
+                f"{self._world.name}, {change}, {name}: {why}" for name, why in outlook.unknown.items()
+            ]
         except NoForecast as error:
             self.unpredicted.append(f"{self._world.name}, {change}: {error}")
         self._simulation.set_slo(slo)
@@ -263,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         trial = Trial(world, args.changes, args.cpu_seconds, args.seed)
         rows += (found := trial.run())
         print("\n".join([*map(_line, found), *trial.unpredicted]), flush=True)
+    if not rows:
+        return 1
     num_inside = sum(row.is_inside for row in rows)
     widest = max(row.high - row.low for row in rows)
     print(

@@ -3,7 +3,8 @@
     1 the classes in force, simulated           -> how far the simulation is from what routers measure of the same classes
     2 the changed classes, simulated            -> moved by as much, on the log-odds scale, as far as the measurement is worth
     3 the same, with slower and quicker steps   -> what an error of the step model does
-    interval: 3, chance in the simulation and chance in what will be counted over one window, together; at most MAX_WIDTH wide
+    interval: 3, chance in the simulation and chance in what will be counted over one window, together; at most MAX_WIDTH wide,
+    and where it would be much wider nothing is promised
 
 Runs on the event loop; the simulator is a process of its own (planner_process.py).
 """
@@ -32,8 +33,8 @@ from router.controller.measured_fleet import (
 from router.controller.what_if import Answer, ClassRun, Scenario, Simulator
 
 MAX_WIDTH = 0.10  # of an interval
-# Of the interval: 1.28 standard deviations hold 80 % of what is normal, and errors of models have longer tails.
-_Z = 1.64
+_TOO_WIDE = 1.5  # times MAX_WIDTH: what is as uncertain as that is not squeezed into an interval
+_Z = 1.28  # standard deviations hold 80 % of what is normal
 # Of step times, that a model may be off by as a whole: its own error is of single steps, noise included, and much of that cancels
 _LEAST_OFF, _MOST_OFF = 0.02, 0.10
 _UNKNOWN_OFF = 0.05  # where a model has not said yet: what fitted ones miss held-out runs by, docs/timing.md
@@ -41,7 +42,7 @@ _NOW, _AFTER, _SLOWER, _QUICKER = "now", "after", "slower", "quicker"
 # Log-odds, standard deviations: how far simulations are off where nothing was measured, and still are where it was, since
 # other targets are missed by other calls. measured: docs/slo.md
 _OFF, _STAYS_OFF = 0.5, 0.2
-_CLUMPED = 2.0  # times the spread that independent calls would have: they wait in the same queues
+_CLUMPED = 1.5  # times the spread that independent calls would have: they wait in the same queues
 ASSUMPTIONS = (
     f"traffic, layout and tuning stay as they were over the last {WINDOW_S:g} s; arrivals are Poisson",
     "calls of a class that is removed do not come any more; a class without traffic is not predicted",
@@ -68,13 +69,16 @@ class LiveForecast:
             raise NoForecast(str(error)) from error
         if not answer.runs:
             raise NoForecast(f"such traffic cannot be simulated within {self._budget_s:g} s: {TOO_MUCH}")
-        names = [slo.name for slo in after if slo.name in loaded]
-        few = f"fewer than {MIN_CALLS} calls in the last {WINDOW_S:g} s"
-        return Outlook(
-            {name: prediction(answer, name, measured) for name in names},
-            {slo.name: few for slo in after if slo.name not in loaded},
-            ASSUMPTIONS,
-        )
+        found: dict[str, Prediction] = {}
+        unknown: dict[str, str] = {}
+        for slo in after:
+            try:
+                if slo.name not in loaded:
+                    raise Unknown(f"fewer than {MIN_CALLS} calls in the last {WINDOW_S:g} s")
+                found[slo.name] = prediction(answer, slo.name, measured)
+            except Unknown as error:
+                unknown[slo.name] = str(error)
+        return Outlook(found, unknown, ASSUMPTIONS)
 
 
 def _scenarios(measured: Measured, before: Sequence[SLO], after: Sequence[SLO]) -> list[Scenario]:
@@ -90,7 +94,7 @@ def _scenarios(measured: Measured, before: Sequence[SLO], after: Sequence[SLO]) 
 
 
 def prediction(answer: Answer, class_name: str, measured: Measured) -> Prediction:
-    """Of a class that every scenario's calls include."""
+    """Of a class that every scenario's calls include. Raises: Unknown: it may be anything in a wide range."""
     now = _Share.of([run.of(class_name) for run in answer.of(_NOW)])
     after, slower, quicker = (
         _Share.of([run.of(class_name) for run in answer.of(name)]) for name in (_AFTER, _SLOWER, _QUICKER)
@@ -100,7 +104,16 @@ def prediction(answer: Answer, class_name: str, measured: Measured) -> Predictio
     by_model = max(abs(high - center), abs(center - low))
     by_shift = unsure * center * (1 - center)
     by_chance = after.spread * math.sqrt(1 / after.num_runs + after.run_calls / max(1.0, measured.arrived(class_name)))
-    half = min(MAX_WIDTH / 2, math.hypot(by_model, _Z * by_shift, _Z * by_chance))
+    half = math.hypot(by_model, _Z * by_shift, _Z * by_chance)
+    if half > _TOO_WIDE * MAX_WIDTH / 2:
+        span = f"{max(0.0, center - half):.0%} to {min(1.0, center + half):.0%}"
+        why = (
+            "step times are not known well enough for this target"
+            if by_model > half / 2
+            else "too few calls to be surer"
+        )
+        raise Unknown(f"anything from {span}: {why}")
+    half = min(MAX_WIDTH / 2, half)
     return Prediction(center, max(0.0, center - half), min(1.0, center + half))
 
 

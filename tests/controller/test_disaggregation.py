@@ -7,6 +7,7 @@ import random
 import pytest
 
 from router.controller.autoscaler.acts import LocalPrefill, Proposal
+from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.disaggregation import (
     CONFIRMATIONS,
     DWELL_S,
@@ -14,8 +15,10 @@ from router.controller.autoscaler.disaggregation import (
     WHOLE_PROMPTS,
     Difference,
     Disaggregation,
+    FallingBack,
     Verdict,
 )
+from router.controller.autoscaler.scaler import Times
 from tests.controller.live_rig import fleet
 
 APART_TOKENS = 64
@@ -143,3 +146,17 @@ def test_one_verdict_counts_once_however_often_it_is_looked_at() -> None:
     world.newest = verdict(0.0, +0.05)
     for _ in range(60):
         assert world.tick() is None
+
+
+def test_it_is_one_more_lever_beside_the_autoscaler_s_own() -> None:
+    newest = [verdict(0.0, +0.05)]
+    scaler = FallingBack(Autoscaler(), Disaggregation(lambda: newest[-1], APART_TOKENS))
+    scaler.measured(Times(tick_s=5.0))
+    alone = Autoscaler(Times(tick_s=5.0))
+    for now_s in (10.0, 20.0):
+        newest.append(verdict(now_s, +0.05))
+        facts = fleet(local_prefill_tokens=APART_TOKENS, now_s=now_s)
+        proposals = scaler.look(facts)
+        own = [proposal for proposal in proposals if not isinstance(proposal.act, LocalPrefill)]
+        assert own == list(alone.look(facts))
+    assert proposals[-1].act == LocalPrefill(WHOLE_PROMPTS)

@@ -9,8 +9,8 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.request import Role
-from router.controller.autoscaler.facts import FleetFacts, State
-from router.controller.feasibility import NoForecast, Prediction
+from router.controller.autoscaler.facts import State
+from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.live_forecast import MAX_WIDTH, LiveForecast
 from router.controller.measured_fleet import MIN_CALLS, Measured
 from router.controller.what_if import QUESTION, Answer, Question
@@ -21,12 +21,13 @@ TIGHTER = replace(CHAT, ttft_ms=250.0)
 STEADY = {"now": 950, "after": 900, "slower": 890, "quicker": 910}
 
 
-async def predicted(
-    met: Mapping[str, int], *windows: ClassWindow, facts: FleetFacts | None = None, is_settled: bool = True
-) -> Prediction:
-    seen = measured(facts or fleet(), *windows, is_settled=is_settled)
-    outlook = await LiveForecast(ScriptedSimulator(by_scenario(met)), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
-    return outlook.classes["interactive"]
+async def outlook_of(met: Mapping[str, int], *windows: ClassWindow, is_settled: bool = True) -> Outlook:
+    seen = measured(fleet(), *windows, is_settled=is_settled)
+    return await LiveForecast(ScriptedSimulator(by_scenario(met)), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+
+
+async def predicted(met: Mapping[str, int], *windows: ClassWindow, is_settled: bool = True) -> Prediction:
+    return (await outlook_of(met, *windows, is_settled=is_settled)).classes["interactive"]
 
 
 async def test_a_prediction_is_moved_by_how_far_the_simulation_is_from_what_routers_measure() -> None:
@@ -47,11 +48,19 @@ async def test_an_interval_grows_with_what_step_times_may_be_off_by_up_to_ten_po
     seen = window("interactive", 10.0)
     sure = await predicted(STEADY, seen)
     unsure = await predicted({**STEADY, "slower": 870, "quicker": 930}, seen)
-    blind = await predicted({**STEADY, "slower": 500, "quicker": 1_000}, seen)
-    widths = [found.high - found.low for found in (sure, unsure, blind)]
+    wide = await predicted({**STEADY, "slower": 840, "quicker": 960}, seen)
+    widths = [found.high - found.low for found in (sure, unsure, wide)]
     assert widths == sorted(widths)
     assert 0.0 < widths[0] < widths[1] < widths[2] == pytest.approx(MAX_WIDTH)
-    assert all(found.low <= found.attainment <= found.high for found in (sure, unsure, blind))
+    assert all(found.low <= found.attainment <= found.high for found in (sure, unsure, wide))
+
+
+async def test_what_may_be_almost_anything_is_not_squeezed_into_an_interval() -> None:
+    seen = window("interactive", 10.0)
+    found = await outlook_of({**STEADY, "slower": 500, "quicker": 1_000}, seen)
+    assert found.classes == {}
+    assert found.unknown["interactive"].startswith("anything from 5")
+    assert "step times are not known well enough for this target" in found.unknown["interactive"]
 
 
 async def test_the_question_is_what_was_measured_and_survives_the_way_to_another_process() -> None:
