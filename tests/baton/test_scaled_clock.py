@@ -19,6 +19,9 @@ DIMENSIONLESS = {
     "emulation.memory_ratio",
     "emulation.origin",  # an instant of the machine's own clock
     "controller.worker_num_cpus",
+    "controller.planner_seconds",  # of the machine's own time: an operator waits for it
+    "router.cost.usd_per_gpu_hour",
+    "router.cost.time_scale",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.worker.session_client import SessionClient, request
 EPOCH = 0xABD
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 BEAT_S = 0.5  # WorkerConfig.heartbeat_s
+STEP_S = 0.002  # of long streams: see test_worker_life.py
 
 
 def seq(n: int) -> int:
@@ -69,6 +71,7 @@ async def test_limits_that_the_engine_was_not_started_with_are_refused_and_chang
 
 async def test_tuning_amid_many_streams_cuts_none_and_changes_no_token() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
+    worker.runner.before_run = lambda _: time.sleep(STEP_S)
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         for n in range(8):
             router.submit(request(seq(n), prompt(20 + n), 200, ignore_eos=True))
@@ -105,24 +108,26 @@ async def test_a_worker_that_starts_again_takes_the_tuning_that_the_controller_w
 
 async def test_a_busy_worker_says_which_role_it_takes_once_it_is_idle() -> None:
     worker = ScriptedWorker(worker_config("w", "decode"))
+    worker.runner.before_run = lambda _: time.sleep(STEP_S)
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
-        router.submit(request(seq(1), prompt(20), 1_000, ignore_eos=True))
+        router.submit(request(seq(1), prompt(20), 300, ignore_eos=True))
         await router.until(lambda: bool(router.tokens))
         router.send(set_role=worker_pb2.SetRole(role=worker_pb2.ROLE_PREFILL))
         await router.until(lambda: router.load.next_role == worker_pb2.ROLE_PREFILL)
         assert (router.load.role, router.load.draining) == (worker_pb2.ROLE_DECODE, True)
         await router.until(lambda: router.load.role == worker_pb2.ROLE_PREFILL)
         assert (router.load.next_role, router.load.draining) == (worker_pb2.ROLE_UNSPECIFIED, False)
-        assert router.output(seq(1)) == answer(prompt(20), GREEDY, 1_000)
+        assert router.output(seq(1)) == answer(prompt(20), GREEDY, 300)
         assert worker.fatal == []
 
 
 async def test_a_drained_worker_says_that_it_is_idle_only_after_its_last_call_and_a_heartbeat() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
+    worker.runner.before_run = lambda _: time.sleep(STEP_S)
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         await asyncio.sleep(2 * BEAT_S)
         assert not router.load.idle  # it may be given a call at any moment
-        router.submit(request(seq(1), prompt(20), 600, ignore_eos=True))
+        router.submit(request(seq(1), prompt(20), 300, ignore_eos=True))
         await router.until(lambda: bool(router.tokens))
         router.send(drain=worker_pb2.Drain(draining=True))
         seen: list[bool] = []
@@ -134,7 +139,7 @@ async def test_a_drained_worker_says_that_it_is_idle_only_after_its_last_call_an
 
         await router.until(is_idle)
         assert all(seen)
-        assert router.output(seq(1)) == answer(prompt(20), GREEDY, 600)
+        assert router.output(seq(1)) == answer(prompt(20), GREEDY, 300)
 
 
 async def test_a_standby_takes_nothing_and_serves_again_with_one_message() -> None:

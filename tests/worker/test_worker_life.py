@@ -22,6 +22,7 @@ from tests.worker.scripted_worker import PATIENCE_S, ScriptedWorker, running, un
 from tests.worker.session_client import SessionClient, request
 
 EPOCH = 0xABC
+STEP_S = 0.002  # of long streams: steps of no time fill a router's outbox faster than a busy machine's loop empties it
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 GAUGES = ("num_running", "num_waiting", "waiting_tokens", "active_blocks", "reserved_blocks", "num_tickets", "num_leases",
           "slots_in_use", "quarantined_slots")  # fmt: skip
@@ -134,6 +135,7 @@ async def test_a_restarted_decode_worker_serves_again_on_the_same_and_on_another
 
 async def test_a_set_role_to_what_the_worker_is_already_refuses_nobody() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
+    worker.runner.before_run = lambda _: time.sleep(STEP_S)
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         router.submit(request(seq(1), prompt(20), 1_500, ignore_eos=True))
         await router.until(lambda: bool(router.tokens))
