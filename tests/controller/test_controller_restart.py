@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +16,12 @@ from baton.errors import ConfigError, PeerRefused
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cli.ports import free_port
+from router.controller.autoscaler.facts import Tuning
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
-from router.controller.fleet_state import DRAINING, FAILED, READY, Announcement, Member, SavedFleet
+from router.controller.fleet_state import DRAINING, FAILED, READY, AfterDrain, Announcement, Member, SavedFleet
 from router.controller.fleet_store import FleetStore
 from tests.controller.stand_in_server import StandInServer
 from worker.announcer import announce
@@ -113,6 +115,16 @@ def test_a_fleet_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> N
     )
     FleetStore(file).save(fleet)
     assert FleetStore(file).load() == fleet
+    wishes = Member(
+        "decode-7", Role.BOTH, draining=True, after_drain=AfterDrain.END, tuning=Tuning(1, 2, 3), extra=True
+    )
+    fleet = SavedFleet((wishes,), frozenset(), ("decode-3",), {"decode": 8}, 512)
+    FleetStore(file).save(fleet)
+    assert FleetStore(file).load() == fleet
+    earlier = {"worker_id": "decode-0", "role": 2, "state": "ready", "epoch": 5, "address": "a:1"}
+    file.write_text(json.dumps({"members": [earlier], "replaced_epochs": []}))
+    [member] = FleetStore(file).load().members
+    assert (member.epoch, member.after_drain, member.tuning) == (5, AfterDrain.STAY, None), "an earlier release's"
     file.write_text('{"members": [{"surprise": 1}]}')
     with pytest.raises(ConfigError, match=r"fleet\.json"):
         FleetStore(file).load()

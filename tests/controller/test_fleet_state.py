@@ -2,7 +2,7 @@ import pytest
 
 from baton.errors import NotFound, PeerRefused
 from baton.request import Role
-from router.controller.fleet_state import DRAINING, FAILED, READY, STARTING, Announcement, Fleet
+from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, AfterDrain, Announcement, Fleet
 
 
 def announcement(epoch: int, worker_id: str = "decode-0") -> Announcement:
@@ -70,3 +70,39 @@ def test_the_version_grows_with_changes_only(fleet: Fleet) -> None:
 def test_an_unknown_worker_is_named_with_the_known_ones(fleet: Fleet) -> None:
     with pytest.raises(NotFound, match=r"'decode-7'.*decode-0"):
         fleet.want_draining("decode-7", True)
+
+
+def test_a_name_is_given_once_whoever_had_it_and_whoever_knew(fleet: Fleet) -> None:
+    fleet.expect("decode-2", Role.DECODE)
+    assert [fleet.new_name(Role.DECODE) for _ in range(2)] == ["decode-1", "decode-3"]
+    fleet.forget("decode-2")
+    successor = Fleet(fleet.saved())
+    assert [successor.new_name(role) for role in (Role.DECODE, Role.PREFILL)] == ["decode-4", "prefill-0"]
+
+
+def test_an_ended_worker_is_gone_and_its_straggler_refused_until_it_is_expected_anew(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    version = fleet.version
+    fleet.forget("decode-0")
+    assert (fleet.members(), fleet.version) == ((), version + 1)
+    with pytest.raises(PeerRefused, match="decode-0 was ended"):
+        fleet.announce(announcement(1))
+    with pytest.raises(PeerRefused, match="decode-0 was ended"):
+        Fleet(fleet.saved()).announce(announcement(1))
+    fleet.lost("decode-0", 1, "late")
+    assert fleet.members() == ()
+    fleet.expect("decode-0", Role.DECODE)
+    assert fleet.announce(announcement(2)).state == READY
+
+
+def test_a_standby_is_one_that_was_to_be_it_and_still_is_when_it_is_idle(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    fleet.want_draining("decode-0", True, AfterDrain.STANDBY)
+    fleet.want_draining("decode-0", False)
+    fleet.stand_by("decode-0")
+    assert fleet.get("decode-0").state == READY
+    fleet.want_draining("decode-0", True, AfterDrain.STANDBY)
+    fleet.stand_by("decode-0")
+    assert fleet.get("decode-0").state == STANDBY
+    assert fleet.announce(announcement(2)).state == DRAINING, "a restarted one has to say first that it is idle"
+    assert fleet.want_draining("decode-0", False).after_drain is AfterDrain.STAY
