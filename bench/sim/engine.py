@@ -254,6 +254,8 @@ class SimEngine:
         self._run = self._known_sums = None
         self._tell_run(run, run.num_steps)
         ended = self.scheduler.skip(run.num_steps, ANSWER_TOKEN)
+        if not ended:  # it was cut
+            return self._begin(now_s)
         return self._after(StepResult(self._work.num_steps, ended=ended), now_s)
 
     def _tell_run(self, run: _Run, num_steps: int) -> float:

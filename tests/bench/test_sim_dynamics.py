@@ -333,6 +333,6 @@ def test_many_steps_at_once_stay_exact_while_the_fleet_changes(layout: Layout) -
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.timeout(1_200)
-def test_many_steps_at_once_stay_exact_over_a_hundred_schedules(layout: Layout) -> None:
-    for seed in range(100, 200):
-        assert_exact(layout, seed, 200, caches=seed % 2 == 1)
+def test_many_steps_at_once_stay_exact_over_sixty_schedules(layout: Layout) -> None:
+    for seed in range(400, 460):
+        assert_exact(layout, seed, 120, caches=seed % 2 == 1)
