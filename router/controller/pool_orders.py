@@ -54,8 +54,15 @@ class PoolOrders:
         return done
 
     async def scale(self, role: Role, num_workers: int, order: Order) -> list[str]:
-        """Bring a pool to a size; what was done, in order. Raises: BatonError: what came before it holds."""
-        return [await self.carry_out(act, order) for act in self.acts(role, num_workers)]
+        """Bring a pool to a size; what was done, in order. Raises: BatonError: what came before it holds, and is said."""
+        done: list[str] = []
+        for act in self.acts(role, num_workers):
+            try:
+                done.append(await self.carry_out(act, order))
+            except BatonError as error:
+                error.message += f" (done so far: {', '.join(done)})" if done else ""
+                raise
+        return done
 
     def acts(self, role: Role, num_workers: int) -> list[Act]:
         """The cheapest way to a size: back from draining, woken, created; or, the youngest first, not started, drained."""

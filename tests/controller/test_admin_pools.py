@@ -89,6 +89,7 @@ async def test_orders_beyond_the_budget_name_the_limit_and_are_written_down(rig:
     )
     refused = await admin.post("/admin/v1/pools/decode:scale", json={"workers": 3})
     assert (refused.status_code, refused.json()["error"]["field"]) == (400, "max_gpus")
+    assert refused.json()["error"]["message"].endswith("(done so far: create decode-1)")
     assert rig.ids() == ["decode-0", "decode-1"], "what came before holds"
     refused = await admin.post("/admin/v1/pools/decode:scale", json={"workers": 0})
     assert refused.json()["error"]["field"] == "decode.min_workers"
