@@ -104,3 +104,4 @@ async def test_pools_grow_flip_and_rest_under_streams_while_the_controller_is_ki
         await client.until_idle()
     for action in ("create decode-1: a launch", "flip decode-0 to prefill", "wake prefill-0 as decode", "NOT DONE"):
         assert action in shown
+    await ordered("scale", "prefill", "2")  # the cluster is stopped while that worker is being created
