@@ -64,12 +64,13 @@ def search_rows(num_gpus: int, widths: tuple[int, ...], num_calls: int) -> Itera
             found = search.best(num_gpus)
             if found is None:
                 raise SystemExit(f"{name}: nothing holds {slo}")
-            yield _against_all(search, found, num_gpus, name, seed, "as planned", search.judge.num_calls)
+            calls = search.judge.num_calls
+            yield _against_all(search, found, num_gpus, name, seed, "as planned", calls)
             judge = Judge(unseen, question.mix, distort=Perturbed(PERTURBED, seed))
             elsewhere = _search(replace(question, effort=replace(effort, seed=seed + 100)), load, judge)
             there = elsewhere.race([Screened(found.candidate, found.guess)])
             assert there is not None, "one contender was given"
-            yield _against_all(elsewhere, there, num_gpus, name, seed, "unseen", search.judge.num_calls)
+            yield _against_all(elsewhere, there, num_gpus, name, seed, "unseen", calls)
 
 
 def _traces() -> Iterator[tuple[str, Traffic, Traffic, SLO]]:
