@@ -171,7 +171,8 @@ class _Measured(Deployment):
     def shape(self, role: Role) -> EngineShape:
         assert self.scenario is not None, "a deployment that is made here has one"
         pools = self.scenario.pools
-        pool = next((pool for pool in pools if pool.role is role), pools[-1])  # asked of all roles, used of those that are there
+        # Asked of all roles, used of those that are there.
+        pool = next((pool for pool in pools if pool.role is role), pools[-1])
         config = replace(
             self.engine,
             max_num_seqs=pool.tuning.max_num_seqs,
