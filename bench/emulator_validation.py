@@ -44,7 +44,7 @@ STEP_TOKENS = 2_048  # budget and chunk of every engine, in both
 MODEL, GPU, TP = "llama-3.1-70b", "h100", 4
 PROMPTS, ANSWERS = Lengths(2_000, 6_000), Lengths(100, 300)  # few calls a second, so that two cores carry them
 TARGETS = SLO("interactive", ttft_ms=2_000, tpot_ms=25, percentile=0.9)  # 70B chat
-KNEE_CALLS, KNEE_SEED = 1_000, 1
+KNEE_CALLS, KNEE_SEED = 600, 1
 MAX_IN_FLIGHT = 512  # RouterConfig.max_inflight
 CALL_TIMEOUT_S = 600.0  # of the GPUs' clock: none is reached
 SETTLE_S = 2.0  # between loads, of this machine's clock: the router's windows and queues are empty then
