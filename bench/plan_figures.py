@@ -128,7 +128,7 @@ class Case:
     slo: SLO
 
 
-# ShareGPT as DistServe reports it (OSDI 2024, table 1): prompts of 756 tokens and answers of 200 on average
+# A chat, assumed: prompts of 735 tokens and answers of 200 on average, with the long tails that chats have
 CHAT = Drawn(10.0, Lengths(500, 2_100, lognormal=True), Lengths(150, 520, lognormal=True))
 CASES = (
     Case("8B chat, 15 ms", "llama-3.1-8b", 2, (1,), SLO("chat", 1_000.0, 15.0)),

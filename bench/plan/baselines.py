@@ -1,7 +1,7 @@
 """What plans are compared with: colocated serving as it is done elsewhere. Not part of any plan.
 
 Prefill first: while a prompt waits or is under way a step holds prompts only, whole ones as far as the budget goes, and running
-sequences wait (vLLM before chunked prefill: Kwon et al., SOSP 2023, section 5.3; the baseline of DistServe, OSDI 2024).
+sequences wait (as vLLM did before chunked prefill; the baseline of DistServe, OSDI 2024).
 """
 
 from __future__ import annotations

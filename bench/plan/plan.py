@@ -167,7 +167,7 @@ def space_of(question: Question, load: Load) -> Space:
 
 
 def _parted(question: Question, load: Load) -> tuple[int, Question]:
-    """A cluster beyond one plan's size is several of a smaller one, as DistServe (OSDI 2024, section 4) replicates its unit."""
+    """A cluster beyond one plan's size is several of a smaller one, as DistServe (OSDI 2024) replicates its unit."""
     space, targets = space_of(question, load), Targets.of(question.mix.classes)
     widest = MAX_WORKERS * min(where.tp for where in space.hardware)
     if question.num_gpus is not None:
