@@ -425,10 +425,13 @@ class Admission:
             self._learn_pace(turn.tokens / rate, now_s - max(turn.released_s, before_s), before_s > turn.released_s)
 
     def _learn_pace(self, nominal_s: float, real_s: float, was_queued: bool) -> None:
-        """A prompt that came out right behind another one shows the lane's pace; one on an idle lane what it costs besides."""
+        """A prompt that came out right behind another one shows the lane's pace; one on an idle lane what it costs besides, or,
+        where it came sooner than such a pace allows, that the lane is quicker: else a pace that once was low would let no prompt
+        wait behind another, and nobody would ever hear that it is over."""
         if not was_queued:
             self._overhead_s += SMOOTHING * (max(0.0, real_s - nominal_s / self.pace) - self._overhead_s)
-            return
+            if real_s >= nominal_s / self.pace:
+                return
         fade = math.exp(-real_s / PACE_S)
         nominal, real = self._pace_sums
         self._pace_sums = nominal, real = fade * nominal + nominal_s, fade * real + real_s

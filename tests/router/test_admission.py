@@ -375,6 +375,21 @@ def test_lanes_that_are_slower_than_they_say_are_found_out() -> None:
     assert policy.pace == pytest.approx(0.5, abs=0.1)
 
 
+def test_lanes_that_were_slow_once_are_found_out_by_prompts_that_wait_behind_nobody() -> None:
+    policy = admission()
+    policy._pace_sums, policy.pace = (1.0, 4.0), 0.33
+    now_s = 10.0
+    for _ in range(100):
+        call = let_in(policy, turn(100, since_s=now_s), now_s)
+        call.worker = "p0"
+        now_s += 0.11  # a tenth more than 100 tokens should take
+        policy.began(call, now_s)
+        policy.leave(call, now_s)
+        now_s += 1.0
+        policy.observe((prefill(), decode()), now_s)
+    assert policy.pace == pytest.approx(0.9, abs=0.1)
+
+
 def test_lanes_forecast_when_a_prompt_starts() -> None:
     lanes = Lanes([(1.0, 100.0), (3.0, 100.0)])
     assert lanes.start_s(0.0, 0.5) == 1.0
