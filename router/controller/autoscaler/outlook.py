@@ -9,8 +9,8 @@
     both          the two at once: steps carry prompts (need.py), and prompts wait for room in steps
 
 Where a pool is overrun nobody would be in time; but admission sheds what cannot be, so the share falls as capacity / load does.
-Source: Erlang 1917; Kleinrock, Queueing Systems I, 1975, 3.5. Not held against the simulator layout by layout; what comes of it is
-in docs/control.md.
+Source: Erlang 1917; Kleinrock, Queueing Systems I, 1975, 3.5. Not held against the simulator layout by layout; what comes of
+it is in docs/control.md.
 """
 
 from __future__ import annotations
