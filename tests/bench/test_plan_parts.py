@@ -16,7 +16,6 @@ from bench.plan.baselines import Perturbed, prefill_first
 from bench.plan.judge import Effort, Judge, mean_and_half_width
 from bench.plan.plan import Gain, Pays, gain_of
 from bench.plan.plot import Line, Mark, plot
-from bench.plan.predict import predict
 from bench.plan.regime import Regime, regime_of, remedies
 from bench.plan.screen import Limit, Targets, guess
 from bench.plan.space import OWN_WINDOW_S, Candidate, Offer, Space, neighbours
@@ -165,15 +164,6 @@ def test_the_knee_lies_between_a_rate_that_holds_and_one_that_does_not() -> None
     assert knee.below.rate <= knee.rate <= knee.above.rate
     assert judge.num_calls >= 150 * judge.num_trials
     assert not judge.holds(candidate(Layout(0, 0, 1)), 3 * knee.rate, num_calls=150, seed=0)
-
-
-def test_a_prediction_has_an_interval_around_its_mean_and_says_how_many_calls_it_is_of() -> None:
-    effort = Effort(final_calls=100, final_seeds=2)
-    found = predict(candidate(Layout(0, 0, 1)).deployment, CHAT, [(CLASSES.classes[0], 1.0)], effort=effort)
-    chat = found["chat"]
-    assert chat.low <= chat.mean <= chat.high
-    assert chat.high - chat.low > 0
-    assert chat.num_calls >= 2 * 80
 
 
 def test_disaggregation_pays_only_where_the_interval_says_so() -> None:
