@@ -13,7 +13,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.slo import SLO, Verdict
 from bench.plan.baselines import Perturbed, prefill_first
-from bench.plan.judge import Effort, Judge, mean_and_half_width
+from bench.plan.judge import Judge, mean_and_half_width
 from bench.plan.plan import Gain, Pays, gain_of
 from bench.plan.plot import Line, Mark, plot
 from bench.plan.regime import Regime, regime_of, remedies
