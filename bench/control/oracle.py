@@ -43,9 +43,12 @@ def layouts(max_workers: int) -> list[Sizes]:
     return [(p, d) for p in range(1, max_workers) for d in range(1, max_workers - p + 1)]
 
 
-def change_cost(before: Sizes, after: Sizes, prices: Prices) -> float:
+def change_cost(before: Sizes, after: Sizes, prices: Prices, max_workers: int) -> float:
+    """inf: who is new would have to start within a budget that those hold who leave."""
     more, fewer = _split(before, after)
     flips = min(more, fewer)
+    if more > flips and sum(before) + more - flips > max_workers:
+        return math.inf
     return prices.flip * flips + prices.start_up * (more - flips) + prices.leave * (fewer - flips)
 
 
@@ -64,7 +67,8 @@ class Plan:
 
 def cheapest(misses: Table, sizes: Sequence[Sizes], start: Sizes, interval_s: float, prices: Prices) -> Plan:
     """`misses`: [layouts, intervals], calls. Beginning in `start`."""
-    changes = np.array([[change_cost(before, after, prices) for after in sizes] for before in sizes])
+    most = max(sum(one) for one in sizes)
+    changes = np.array([[change_cost(before, after, prices, most) for after in sizes] for before in sizes])
     costs = np.array([[interval_s * sum(one)] for one in sizes]) + prices.miss * misses
     best = changes[sizes.index(start)] + costs[:, 0]
     came_from = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -38,7 +39,7 @@ def test_no_sequence_of_layouts_costs_less_than_the_plan(misses: list[list[int]]
 
     def cost(places: tuple[int, ...]) -> float:
         path = [(1, 1), *(sizes[place] for place in places)]
-        moved = sum(change_cost(before, after, PRICES) for before, after in pairwise(path))
+        moved = sum(change_cost(before, after, PRICES, 3) for before, after in pairwise(path))
         stayed = sum(INTERVAL_S * sum(sizes[p]) + PRICES.miss * float(table[p, i]) for i, p in enumerate(places))
         return moved + stayed
 
@@ -47,10 +48,15 @@ def test_no_sequence_of_layouts_costs_less_than_the_plan(misses: list[list[int]]
 
 
 def test_a_change_costs_a_flip_where_one_pool_gives_what_the_other_takes_and_a_start_up_beyond_that() -> None:
-    assert change_cost((3, 3), (3, 3), PRICES) == 0.0
-    assert change_cost((3, 3), (4, 2), PRICES) == 21.0
-    assert change_cost((3, 3), (5, 2), PRICES) == 21.0 + 60.0
-    assert change_cost((3, 3), (2, 2), PRICES) == 2 * 20.0
+    assert change_cost((3, 3), (3, 3), PRICES, 7) == 0.0
+    assert change_cost((3, 3), (4, 2), PRICES, 7) == 21.0
+    assert change_cost((3, 3), (5, 2), PRICES, 7) == 21.0 + 60.0
+    assert change_cost((3, 3), (2, 2), PRICES, 7) == 2 * 20.0
+
+
+def test_nobody_new_starts_in_the_place_of_one_who_is_still_there() -> None:
+    assert change_cost((3, 3), (5, 2), PRICES, 6) == math.inf
+    assert change_cost((3, 3), (4, 2), PRICES, 6) == 21.0
 
 
 def test_a_plan_is_carried_out_with_new_workers_asked_for_a_start_up_ahead_and_flips_when_they_are_due() -> None:
