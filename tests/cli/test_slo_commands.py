@@ -136,7 +136,7 @@ def test_classes_are_exported_and_imported(admin: Admin, capsys: pytest.CaptureF
 
 def test_the_mode_is_shown_and_changed_by_a_named_token(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
     assert admin.baton("mode") == 0
-    assert "auto: it decides and acts" in capsys.readouterr().out
+    assert "advisory: it decides, and only says what it would do" in capsys.readouterr().out
     assert admin.baton("mode", "frozen") == 1
     assert "--reason" in capsys.readouterr().err
     token = admin.folder / "token"
