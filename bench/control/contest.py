@@ -198,11 +198,11 @@ class Contest:
 
     def _oracle(self, calls: Sequence[Arrived], start: Sizes, seed: int) -> Trial:
         plans = dict.fromkeys(self._plan(calls, start, headroom) for headroom in HEADROOMS)
-        trials = [self._run(self._schedule(plan, start), start, seed, faulty=False) for plan in plans]
+        trials = [self._run(self._schedule(plan), start, seed, faulty=False) for plan in plans]
         return min(trials, key=lambda one: one.figures.loss)
 
-    def _schedule(self, plan: Plan, start: Sizes) -> Schedule:
-        return Schedule(plan, start, start_up_s=TIMES.start_up_s, drain_s=self._prices.leave)
+    def _schedule(self, plan: Plan) -> Schedule:
+        return Schedule(plan, start_up_s=TIMES.start_up_s, drain_s=self._prices.leave)
 
     def _plan(self, calls: Sequence[Arrived], start: Sizes, headroom: float) -> Plan:
         sizes = oracle.layouts(max(self._load.max_workers, sum(start)))
@@ -213,7 +213,7 @@ class Contest:
         most = max(max(one) for one in sizes)
         prefill = [prefill_met(calls, num, headroom) for num in range(1, most + 1)]
         decode = [decode_met(self._costs, calls, num, headroom) for num in range(1, most + 1)]
-        counts = np.array([call.row.at_s >= self._load.judge_from_s for call in calls])
+        counts = np.array([call.row.at_s >= self._load.judge_from_s for call in calls], dtype=bool)
         intervals = np.array([int(call.row.at_s / INTERVAL_S) for call in calls], dtype=np.int64)
         num_intervals = math.ceil(self._load.duration_s / INTERVAL_S)
         return np.array(

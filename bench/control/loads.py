@@ -141,7 +141,7 @@ def shrunk(rows: Rows, *, by: int, speed: float) -> Rows:
 
     def shrink(seed: int) -> Iterator[TraceRow]:
         first_s: float | None = None
-        for row in islice(rows(seed), AGENTIC_SKIPPED * (1 + seed), None):
+        for row in islice(rows(seed), AGENTIC_SKIPPED * (1 + seed % AGENTIC_BEGINNINGS), None):
             first_s = row.at_s if first_s is None else first_s
             yield replace(
                 row,
@@ -172,6 +172,7 @@ def served_day(*, mean_rate: float, duration_s: float) -> Rows:
 
 LONGEST_TOKENS = 48_000  # of a recorded call once stretched: a prompt whose own prefill takes half the TTFT target
 AGENTIC_SKIPPED = 400  # rows by which seeds differ: some 40 minutes of the record
+AGENTIC_BEGINNINGS = 100  # so that 9,000 rows are left behind the last of them
 MIX_PERIOD_S = 900.0
 BURST_S, BURST_PERIOD_S = 60.0, 600.0
 HOUR_S = 3_600.0

@@ -14,8 +14,8 @@ is to leave decoding for prefill is told a drain ahead.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,39 +83,78 @@ def cheapest(misses: Table, sizes: Sequence[Sizes], start: Sizes, interval_s: fl
     return Plan(tuple(sizes[at] for at in reversed(path)), interval_s, cost)
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    at_s: float
-    role: Role  # of the pool that grows, or that lets one go
-    giver: Role | None = None  # a flip
-    leaves: bool = False
-
-
 class Schedule:
-    """Carries a plan out. Implements Scaler."""
+    """Carries a plan out: brings the fleet to what it says of now, and what is to come on its way. Implements Scaler.
 
-    def __init__(self, plan: Plan, start: Sizes, *, start_up_s: float, drain_s: float) -> None:
-        self._due = deque(sorted(_dues(plan, start, start_up_s, drain_s), key=lambda due: due.at_s))
+    What was refused is asked for again at the next look, since it goes by who is there.
+    """
+
+    def __init__(self, plan: Plan, *, start_up_s: float, drain_s: float) -> None:
+        self._plan = plan
+        self._start_up_s = start_up_s
+        self._drain_s = drain_s
 
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
-        proposals: list[Proposal] = []
-        ready = [worker for worker in facts.workers if worker.state is State.READY]
-        while self._due and self._due[0].at_s <= facts.now_s:
-            if (act := _act(self._due.popleft(), facts, ready)) is not None:
-                proposals.append(Proposal(act, "so it was planned"))
-        return proposals
+        now, soon = self._at(facts.now_s), self._at(facts.now_s + self._start_up_s)
+        drained = self._at(facts.now_s + self._drain_s)
+        fleet = _Fleet(facts)
+        acts = [
+            *fleet.flips(Role.DECODE, Role.PREFILL, now, drained),
+            *fleet.flips(Role.PREFILL, Role.DECODE, now, now) * (now == drained),
+            *fleet.grows(soon),
+            *fleet.shrinks(now, soon),
+        ]
+        return [Proposal(act, "so it was planned") for act in acts]
+
+    def _at(self, at_s: float) -> Sizes:
+        return self._plan.sizes[min(int(at_s / self._plan.interval_s), len(self._plan.sizes) - 1)]
 
 
-def _act(due: _Due, facts: FleetFacts, ready: list[WorkerFacts]) -> Act | None:
-    """None: nobody is there to take it from. Who is told to change is taken out of `ready`."""
-    if due.giver is None and not due.leaves:
-        return Create(due.role, facts.blueprints[due.role].shape)
-    giving = [worker for worker in ready if worker.role is (due.giver or due.role)]
-    if not giving:
-        return None
-    worker = min(giving, key=least_work)
-    ready.remove(worker)
-    return Flip(worker.worker_id, due.role) if due.giver is not None else Drain(worker.worker_id)
+class _Fleet:
+    """At one look; what was told to change counts as changed."""
+
+    def __init__(self, facts: FleetFacts) -> None:
+        self._facts = facts
+        self._here = Counter(worker.role for worker in facts.workers if worker.state in _HERE)
+        self._ready = [worker for worker in facts.workers if worker.state is State.READY]
+
+    def flips(self, giver: Role, taker: Role, now: Sizes, then: Sizes) -> list[Act]:
+        """Where the giver has more than it needs now or then, whichever is less, and the taker fewer than it needs then."""
+        acts: list[Act] = []
+        least = min(_of(giver, now), _of(giver, then))
+        while self._here[giver] > least and self._here[taker] < _of(taker, then):
+            if (worker := self._take(giver)) is None:
+                break
+            self._here[taker] += 1
+            acts.append(Flip(worker.worker_id, taker))
+        return acts
+
+    def grows(self, soon: Sizes) -> list[Act]:
+        acts: list[Act] = []
+        while self._here.total() < sum(soon):
+            role = max(_POOLS, key=lambda pool: _of(pool, soon) - self._here[pool])
+            self._here[role] += 1
+            acts.append(Create(role, self._facts.blueprints[role].shape))
+        return acts
+
+    def shrinks(self, now: Sizes, soon: Sizes) -> list[Act]:
+        acts: list[Act] = []
+        while self._here.total() > max(sum(now), sum(soon)):
+            role = max(_POOLS, key=lambda pool: self._here[pool] - _of(pool, now))
+            if (worker := self._take(role)) is None:
+                break
+            acts.append(Drain(worker.worker_id))
+        return acts
+
+    def _take(self, role: Role) -> WorkerFacts | None:
+        """The least busy one of a pool."""
+        giving = [worker for worker in self._ready if worker.role is role]
+        if not giving:
+            return None
+        worker = min(giving, key=least_work)
+        self._ready.remove(worker)
+        self._here[role] -= 1
+        return worker
 
 
 def least_work(worker: WorkerFacts) -> tuple[float, str]:
@@ -123,19 +162,9 @@ def least_work(worker: WorkerFacts) -> tuple[float, str]:
     return (worker.load.num_seqs if worker.load is not None else 0, worker.worker_id)
 
 
-def _dues(plan: Plan, start: Sizes, start_up_s: float, drain_s: float) -> Iterator[_Due]:
-    before = start
-    for interval, after in enumerate(plan.sizes):
-        yield from _changes(before, after, interval * plan.interval_s, start_up_s, drain_s)
-        before = after
+def _of(role: Role, sizes: Sizes) -> int:
+    return sizes[0] if role is Role.PREFILL else sizes[1]
 
 
-def _changes(before: Sizes, after: Sizes, at_s: float, start_up_s: float, drain_s: float) -> Iterator[_Due]:
-    (prefill, decode), roles = (b - a for a, b in zip(before, after, strict=True)), (Role.PREFILL, Role.DECODE)
-    moved = min(abs(prefill), abs(decode)) if prefill * decode < 0 else 0
-    taker, giver = roles if prefill > 0 else roles[::-1]
-    for _ in range(moved):
-        yield _Due(at_s - (drain_s if giver is Role.DECODE else 0.0), taker, giver)
-    for role, change in zip(roles, (prefill, decode), strict=True):
-        for _ in range(abs(change) - moved):
-            yield _Due(at_s, role, leaves=True) if change < 0 else _Due(math.floor(at_s - start_up_s), role)
+_POOLS = (Role.PREFILL, Role.DECODE)
+_HERE = (State.READY, State.PENDING, State.FLIPPING)

@@ -61,7 +61,7 @@ def test_nobody_new_starts_in_the_place_of_one_who_is_still_there() -> None:
 
 def test_a_plan_is_carried_out_with_new_workers_asked_for_a_start_up_ahead_and_flips_when_they_are_due() -> None:
     plan = Plan(((2, 2), (2, 2), (4, 1), (1, 1)), INTERVAL_S, 0.0)
-    schedule, now = Schedule(plan, (2, 2), start_up_s=60.0, drain_s=20.0), looked(2, 2)
+    schedule, now = Schedule(plan, start_up_s=60.0, drain_s=20.0), looked(2, 2)
     acts = []
     for _ in range(20):
         proposals = schedule.look(now)
@@ -69,6 +69,14 @@ def test_a_plan_is_carried_out_with_new_workers_asked_for_a_start_up_ahead_and_f
         now = carried_out(now, list(proposals), 10.0)
     assert acts == [(60.0, Create), (100.0, Flip), (180.0, Drain), (180.0, Drain), (180.0, Drain)]
     assert [w.role for w in now.workers if w.state is State.READY].count(Role.PREFILL) == 1
+
+
+def test_what_was_refused_is_asked_for_again() -> None:
+    schedule = Schedule(Plan(((2, 2), (3, 2)), INTERVAL_S, 0.0), start_up_s=60.0, drain_s=20.0)
+    for now_s in (0.0, 10.0, 70.0):
+        [proposal] = schedule.look(looked(2, 2, now_s))
+        assert isinstance(proposal.act, Create)
+    assert not schedule.look(looked(3, 2, 80.0))
 
 
 def arrived(seed: int, duration_s: float) -> tuple[Costs, list[Arrived]]:
