@@ -1,8 +1,9 @@
 """Of several controllers on one database one acts: it holds a lease, a row with its name and an end.
 
-Whoever finds the row free, run out or its own writes itself in, within a write transaction; of two that try at once one wins. The
-holder counts from before it asked, on its own monotonic clock, so it stops before others may begin, as long as wall clocks that
-share a database go at one rate and differ by less than MARGIN_S. A holder that stops gives it back; one that died is waited for.
+Whoever finds the row free, run out or its own writes itself in, within a write transaction; of two that try at once one wins. An
+end that no holder can have written is of a wall clock that was set back since, and counts as run out. The holder counts from
+before it asked, on its own monotonic clock, so it stops before others may begin, as long as wall clocks that share a database go at
+one rate and differ by less than MARGIN_S. A holder that stops gives it back; one that died is waited for.
 Calls block: run them off the event loop.
 """
 
@@ -55,7 +56,7 @@ class Lease:
         with self._database.writing() as tx:
             now_unix_s = self._now_unix_s()
             rows = tx.execute("SELECT holder, until_unix_s FROM leases WHERE name = ?", (self._name,))
-            if rows and rows[0][0] != self._holder and now_unix_s < rows[0][1]:
+            if rows and rows[0][0] != self._holder and _holds(rows[0][1], now_unix_s):
                 self._until_s = float("-inf")
                 return False
             tx.execute(
@@ -71,3 +72,8 @@ class Lease:
         self._until_s = float("-inf")
         with self._database.writing() as tx:
             tx.execute("DELETE FROM leases WHERE name = ? AND holder = ?", (self._name, self._holder))
+
+
+def _holds(until_unix_s: float, now_unix_s: float) -> bool:
+    """Written LEASE_S + MARGIN_S ahead, by a clock that is MARGIN_S ahead of this one at most."""
+    return now_unix_s < until_unix_s <= now_unix_s + LEASE_S + 2 * MARGIN_S

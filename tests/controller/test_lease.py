@@ -67,6 +67,18 @@ def test_a_wall_clock_that_jumps_forward_lets_the_next_one_in_and_the_first_one_
     assert (first.take(), first.is_held) == (False, False)
 
 
+def test_a_wall_clock_that_is_set_back_keeps_a_successor_waiting_no_longer_than_a_lease(
+    database: Database, clocks: Clocks
+) -> None:
+    dead, next_one = lease(database, "a", clocks), lease(database, "b", clocks)
+    assert dead.take()
+    clocks.unix_s -= MARGIN_S  # as far as clocks may differ, it holds
+    assert not next_one.take()
+    clocks.unix_s += MARGIN_S - 3_600
+    assert next_one.take()
+    assert (dead.take(), next_one.take()) == (False, True)
+
+
 class Away:
     """A database that is not there."""
 
