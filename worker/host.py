@@ -390,7 +390,8 @@ class WorkerHost:
     def _has_drained(self) -> bool:
         """Nothing has been open for a heartbeat: what a router had placed before it heard of the drain has come and was
         answered."""
-        return self.draining and self.now_s() - self._busy_s > self._config.heartbeat_s
+        quiet_s = self.now_s() - self._busy_s  # as of the last tick, which a stall may have put off
+        return self.draining and not self._is_busy() and quiet_s > self._config.heartbeat_s
 
     def _set_role(self, role: worker_pb2.Role.ValueType) -> None:
         try:

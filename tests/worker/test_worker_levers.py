@@ -142,6 +142,27 @@ async def test_a_drained_worker_says_that_it_is_idle_only_after_its_last_call_an
         assert router.output(seq(1)) == answer(prompt(20), GREEDY, 300)
 
 
+async def test_after_a_stall_of_the_loop_a_drained_worker_is_not_idle_while_a_call_is_open() -> None:
+    worker = ScriptedWorker(worker_config("w", "both"))
+    worker.runner.before_run = lambda _: time.sleep(STEP_S)
+    async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
+        router.submit(request(seq(1), prompt(20), 300, ignore_eos=True))
+        await router.until(lambda: bool(router.tokens))
+        router.send(drain=worker_pb2.Drain(draining=True))
+        await router.until(lambda: router.load.draining)
+        host = worker.server._host
+        assert host is not None
+
+        async def stall() -> tuple[bool, bool]:
+            time.sleep(1.2 * BEAT_S)  # noqa: ASYNC251 - the stall
+            return host._is_busy(), host.load().idle
+
+        stalled = asyncio.run_coroutine_threadsafe(stall(), worker.server._loop)
+        assert await asyncio.wrap_future(stalled) == (True, False)
+        await router.until(lambda: router.load.idle)
+        assert seq(1) in router.ended
+
+
 async def test_a_standby_takes_nothing_and_serves_again_with_one_message() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
