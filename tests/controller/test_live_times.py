@@ -1,4 +1,4 @@
-"""Starts and flips, timed by what members and load reports show."""
+"""Starts, timed by what members and load reports show."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from router.controller.autoscaler.scaler import Times
 from router.controller.fleet_state import DRAINING, FAILED, READY, STARTING, Member
 from router.controller.live_times import KEPT, LiveTimes
 
-CONFIGURED = Times(start_up_s=60.0, flip_s=1.0)
+CONFIGURED = Times(start_up_s=60.0)
 IDLE = worker_pb2.Load(role=worker_pb2.ROLE_DECODE, idle=True)
-BUSY_FLIPPING = worker_pb2.Load(role=worker_pb2.ROLE_DECODE, next_role=worker_pb2.ROLE_PREFILL)
-IDLE_FLIPPING = worker_pb2.Load(role=worker_pb2.ROLE_DECODE, next_role=worker_pb2.ROLE_PREFILL, idle=True)
-FLIPPED = worker_pb2.Load(role=worker_pb2.ROLE_PREFILL, idle=True)
 
 
 def member(state: str, epoch: int = 1, name: str = "decode-0") -> list[Member]:
@@ -38,25 +35,6 @@ def test_a_start_that_failed_or_was_cut_short_says_nothing() -> None:
         times.look(member(READY), {"decode-0": IDLE}, 150.0)
     times.look([], {}, 160.0)
     assert times.times == CONFIGURED
-
-
-def test_a_flip_lasts_from_the_end_of_its_calls_until_the_role_has_changed() -> None:
-    times = LiveTimes(CONFIGURED)
-    for now_s in (0.0, 100.0):
-        times.look(member(READY), {"decode-0": BUSY_FLIPPING}, now_s)
-    times.look(member(READY), {"decode-0": IDLE_FLIPPING}, 101.0)
-    times.look(member(READY), {"decode-0": FLIPPED}, 104.0)
-    assert times.times.flip_s == 4.0
-
-
-def test_a_flip_that_is_taken_back_or_dies_says_nothing() -> None:
-    times = LiveTimes(CONFIGURED)
-    times.look(member(READY), {"decode-0": IDLE_FLIPPING}, 0.0)
-    times.look(member(READY), {"decode-0": IDLE}, 1.0)
-    times.look(member(READY), {"decode-0": IDLE_FLIPPING}, 2.0)
-    times.look(member(FAILED), {}, 3.0)
-    times.look(member(READY, epoch=2), {"decode-0": FLIPPED}, 4.0)
-    assert times.times.flip_s == 1.0
 
 
 def test_the_median_of_the_last_ones_counts() -> None:
