@@ -1,10 +1,10 @@
 """Of several controllers on one database one acts: it holds a lease, a row with its name and an end.
 
 Whoever finds the row free, run out or its own writes itself in, within a write transaction; of two that try at once one wins. An
-end that no holder can have written is of a wall clock that was set back since, and counts as run out. A holder that stops gives it
-back; one that died is waited for. The holder counts from before it asked, on its own monotonic clock, so it stops before others
-may begin, as long as wall clocks that share a database go at one rate and differ by less than MARGIN_S. Calls block: run them off
-the event loop.
+end that no holder can have written is of a wall clock that was set back since, and counts as run out. A holder that stops gives
+it back; one that died is waited for. The holder counts from before it asked, on its own monotonic clock, so it stops before
+others may begin, as long as wall clocks that share a database go at one rate and differ by less than MARGIN_S. Calls block: run
+them off the event loop.
 """
 
 from __future__ import annotations

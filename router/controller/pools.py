@@ -46,7 +46,7 @@ class RayPools:
 
     def __init__(self, ray_address: str, node_dir: str, placement: Placement) -> None:
         self._placement = placement
-        self._ended: set[str] = set()  # ids that were killed: a start of one that is under way must leave nothing
+        self._ended: set[str] = set()  # killed while being started: that start must leave nothing, and forgets them
         try:
             ray.init(
                 address=ray_address,
@@ -96,10 +96,14 @@ class RayPools:
             raise WorkerLost(f"{config.worker_id} did not start: {_cause(error)}") from error
         except (RayError, ConnectionError) as error:
             raise WorkerLost(f"Ray could not start {config.worker_id}: {_cause(error)}") from error
+        finally:
+            self._ended.discard(config.worker_id)
 
-    def kill(self, worker_id: str) -> None:
-        """Stop the worker for good, also one that is only being started; one that is not there is fine."""
-        self._ended.add(worker_id)  # before the look: either that sees the actor, or who creates it sees this
+    def kill(self, worker_id: str, *, is_starting: bool) -> None:
+        """Stop the worker for good; one that is not there is fine. `is_starting`: a `start` of it was asked for and has not
+        returned, and is to fail."""
+        if is_starting:
+            self._ended.add(worker_id)  # before the look: either that sees the actor, or who creates it sees this
         try:
             actor = ray.get_actor(worker_id, NAMESPACE)
         except ValueError:

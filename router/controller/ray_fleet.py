@@ -6,13 +6,14 @@
     stop      all of them, also those that are only being started
 
 A configured worker that does not come up is tried again for ever, one that was asked for at run time is not: that one fails, and
-whoever asked gives it up (levers.py). Ray's calls block and run on threads: starts, which may wait for their deadline, on other
-ones than the rest. Event loop only otherwise.
+whoever asked gives it up (levers.py). No start waits for another one, and no worker is started twice at once. Ray's calls block
+and run on threads: starts, which may wait for their deadline, on other ones than the rest. Event loop only otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class Pools(Protocol):
     """What is asked of Ray: pools.RayPools, and stand-ins in tests. Its methods block."""
 
     def start(self, config: WorkerConfig) -> str: ...
-    def kill(self, worker_id: str) -> None: ...
+    def kill(self, worker_id: str, *, is_starting: bool) -> None: ...
     def num_places(self) -> int: ...
     def check_fits(self, num_workers: int) -> None: ...
     def close(self) -> None: ...
@@ -75,8 +76,10 @@ class RayFleet:
         self._make_config = WorkerConfigs(cluster, control_address, os.cpu_count() or 1)
         self._starts = ThreadPoolExecutor(_MAX_STARTS, thread_name_prefix="ray-start")
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="ray")
-        self._starting: set[asyncio.Task[None]] = set()
-        self._open: dict[str, asyncio.Future[Any]] = {}  # questions that Ray has not answered yet
+        self._starting: dict[str, asyncio.Task[None]] = {}  # by worker
+        self._ending: set[str] = set()  # workers that are being killed: they are not started again meanwhile
+        self._is_stopping = False
+        self._open: dict[str, asyncio.Task[Any]] = {}  # questions that Ray has not answered yet
         self._pools: Pools | None = None
         if controller.fleet.saved().is_new:
             for role, num_workers in sizes_of(cluster).items():
@@ -95,22 +98,24 @@ class RayFleet:
 
     async def start_and_revive(self) -> None:
         """Bring all workers up; then for ever bring lost ones back, or ask for Ray where that was away."""
-        await self._start()
         while True:
-            await asyncio.sleep(_REVIVE_S)
             if self._pools is None:
                 await self._start()
             else:
-                lost = [member for member in self._controller.fleet.members() if _is_lost(member)]
-                await asyncio.gather(*(self._start_one(member) for member in lost))
+                for member in self._controller.fleet.members():
+                    if _is_lost(member):
+                        self._begin(member)
+            await asyncio.sleep(_REVIVE_S)
 
     async def stop(self) -> None:
-        """End all workers. Nothing may be asked for any more."""
-        if self._pools is not None:
+        """End all workers. What is asked for from now on is refused."""
+        self._is_stopping = True
+        if (pools := self._pools) is not None:
             members = self._controller.fleet.members()
-            await asyncio.gather(*(self._in_thread(self._pools.kill, member.worker_id) for member in members))
-            await self._in_thread(self._pools.close)
-        for task in self._starting:
+            await asyncio.gather(*(self._end(pools, member.worker_id) for member in members))
+            with contextlib.suppress(BatonError):
+                await self._ask(self._calls, "close", pools.close)
+        for task in list(self._starting.values()):
             task.cancel()
         for threads in (self._starts, self._calls):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -119,27 +124,51 @@ class RayFleet:
         """Failures end as `failed` members, each with its reason."""
         members = self._controller.fleet.members()
         try:
-            pools = await self._in_thread(self._connect, self._cluster)
-            await self._in_thread(pools.check_fits, len(members))
+            pools = await self._ask(self._calls, "connect", lambda: self._connect(self._cluster))
+            await self._ask(self._calls, "check_fits", lambda: pools.check_fits(len(members)))
             self._pools = pools
-        except (BatonError, ConnectionError) as error:
+        except BatonError as error:
             log.error("ray_failed", reason=str(error))
             for member in members:
                 self._controller.start_failed(member.worker_id, 0, str(error))
             return
-        await asyncio.gather(*(self._start_one(member) for member in members))
+        for member in members:
+            self._begin(member)
+
+    def _begin(self, member: Member) -> None:
+        """Start it beside all others, unless it is being started or ended already."""
+        worker_id = member.worker_id
+        if worker_id not in self._starting and worker_id not in self._ending:
+            task = self._starting[worker_id] = asyncio.create_task(self._start_one(member), name=f"start {worker_id}")
+            task.add_done_callback(lambda _: self._starting.pop(worker_id))
 
     async def _start_one(self, member: Member) -> None:
         """Its actor, made or found. A process that announces itself meanwhile has not failed."""
-        assert self._pools is not None
+        if (pools := self._pools) is None or self._is_stopping:
+            return
         config = self._make_config(member.worker_id, member.role)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._starts, self._pools.start, config)
+            await self._ask(self._starts, f"start {member.worker_id}", lambda: pools.start(config))
         except BatonError as error:
             self._controller.start_failed(member.worker_id, member.epoch, error.message)
 
-    async def _in_thread(self, call: Callable[..., Answer], *args: object) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *args)
+    async def _end(self, pools: Pools, worker_id: str) -> None:
+        """As far as Ray allows; its refusal is in the log."""
+        is_starting = worker_id in self._starting
+        with contextlib.suppress(BatonError):
+            await self._ask(self._calls, f"kill {worker_id}", lambda: pools.kill(worker_id, is_starting=is_starting))
+
+    async def _ask(self, threads: ThreadPoolExecutor, what: str, call: Callable[[], Answer]) -> Answer:
+        """Raises: BatonError: as the call says; Unavailable: whatever else Ray raised."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
+        except BatonError:
+            raise
+        except ConnectionError as error:
+            raise Unavailable(str(error), retry_after_s=_REVIVE_S) from error
+        except Exception as error:  # the RPC boundary: errors of Ray are of many classes, RuntimeError among them
+            log.exception("ray_raised", what=what)
+            raise Unavailable(f"Ray failed: {error or type(error).__name__}", retry_after_s=_REVIVE_S) from error
 
     # -- PoolScaler --------------------------------------------------------------------------------------------------
 
@@ -163,13 +192,16 @@ class RayFleet:
             raise Unavailable("this machine has no room for one more worker", retry_after_s=_REVIVE_S, field="shape")
         worker_id = self._controller.fleet.new_name(role)
         self._controller.expect(worker_id, role, shape, extra=True)
-        task = asyncio.create_task(self._start_one(self._controller.fleet.get(worker_id)), name=f"start {worker_id}")
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._begin(self._controller.fleet.get(worker_id))
         return worker_id
 
     async def scale_down(self, worker_id: str) -> None:
-        await self._asked(f"kill {worker_id}", lambda pools: pools.kill(worker_id))
+        is_starting = worker_id in self._starting
+        self._ending.add(worker_id)
+        try:
+            await self._asked(f"kill {worker_id}", lambda pools: pools.kill(worker_id, is_starting=is_starting))
+        finally:
+            self._ending.discard(worker_id)
 
     def shape_of(self, role: Role) -> str:
         return self._make_config.shape_of(role)
@@ -177,6 +209,8 @@ class RayFleet:
     async def _num_spare(self) -> int:
         """Raises: Unavailable."""
         num_places = await self._asked("num_places", lambda pools: pools.num_places())
+        if self._is_stopping:  # while Ray was asked
+            raise Unavailable("the controller stops")
         num_taken = len(self._controller.fleet.members())  # one that is only asked for has its place, too
         return max(0, num_places - num_taken)
 
@@ -184,12 +218,14 @@ class RayFleet:
         """What Ray answers. It hangs while its head is away, so the same is not asked again before it has answered.
 
         Raises:
-            Unavailable: it is away, or does not answer in time.
+            Unavailable: it is away, fails, or does not answer in time; or the controller stops.
         """
+        if self._is_stopping:
+            raise Unavailable("the controller stops")
         if (pools := self._pools) is None:
             raise Unavailable("Ray is away", retry_after_s=_REVIVE_S)
         if (asked := self._open.get(what)) is None:
-            asked = self._open[what] = asyncio.get_running_loop().run_in_executor(self._calls, call, pools)
+            asked = self._open[what] = asyncio.create_task(self._ask(self._calls, what, lambda: call(pools)), name=what)
             asked.add_done_callback(lambda _: self._answered(what))
         try:
             async with asyncio.timeout(_ASK_S):

@@ -7,18 +7,20 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
 from baton.errors import ConfigError, InvalidRequest, Unavailable
 from baton.request import Role
-from router.controller import ray_fleet
+from router.controller import pools, ray_fleet
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
 from router.controller.fleet_state import FAILED, AfterDrain, Announcement
 from router.controller.fleet_store import FleetStore
+from router.controller.pools import Placement, RayPools
 from router.controller.ray_fleet import RayFleet
 
 CLUSTER = ClusterConfig(prefill=1, decode=2, controller=ControllerConfig(standby=1))
@@ -33,21 +35,29 @@ class FakeRay:
         self.ended: list[str] = []
         self.hangs = False
         self.fails = False
+        self.raises: Exception | None = None  # by each call
+        self.slow: set[str] = set()  # workers whose start hangs, others' do not
         self._killed = threading.Event()
 
     def start(self, config: WorkerConfig) -> str:
         self.started.append(config.worker_id)
-        if self.hangs:
+        if self.raises:
+            raise self.raises
+        if hangs := self.hangs or config.worker_id in self.slow:
             assert self._killed.wait(10)
-        if self.hangs or self.fails:
+        if hangs or self.fails:
             raise ConfigError("Ray cannot place it")
         return "127.0.0.1:1"
 
-    def kill(self, worker_id: str) -> None:
+    def kill(self, worker_id: str, *, is_starting: bool) -> None:
+        if self.raises:
+            raise self.raises
         self.ended.append(worker_id)
         self._killed.set()
 
     def num_places(self) -> int:
+        if self.raises:
+            raise self.raises
         return self.num
 
     def check_fits(self, num_workers: int) -> None: ...
@@ -181,3 +191,122 @@ async def test_a_stop_while_a_worker_is_being_started_ends_it_too(controller: Co
     running.cancel()
     await fleet.stop()
     assert asked in ray.ended
+
+
+class RayOdd(Exception):
+    """Of a class that nobody here knows."""
+
+
+@pytest.mark.parametrize("raised", [RayOdd("the head hung up"), RuntimeError("no such actor"), ConnectionError("away")])
+async def test_whatever_ray_raises_is_unavailable_and_ends_neither_reviving_nor_stopping(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray, replace(CLUSTER, prefill=0, decode=1, controller=ControllerConfig()))
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: ray.started == ["decode-0"])
+    ray.raises = raised
+    controller.start_failed("decode-0", 0, "a test")
+    await until(lambda: ray.started.count("decode-0") > 3)
+    assert str(raised) in controller.fleet.get("decode-0").reason
+    for asked in (fleet.get("cpu"), fleet.scale_up(Role.DECODE, "cpu"), fleet.scale_down("decode-0")):
+        with pytest.raises(Unavailable, match=str(raised)):
+            await asked
+    assert not running.done()
+    running.cancel()
+    await fleet.stop()
+
+
+async def test_ray_that_cannot_be_connected_to_is_asked_again(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    ray, failures = FakeRay(), [RayOdd("no GCS"), ConnectionError("away"), RuntimeError("half")]
+
+    def connect(_: ClusterConfig) -> FakeRay:
+        if failures:
+            raise failures.pop()
+        return ray
+
+    fleet = RayFleet(controller, CLUSTER, "127.0.0.1:1", connect)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 4)
+    running.cancel()
+    await fleet.stop()
+
+
+async def test_a_lost_worker_is_brought_back_while_another_one_s_start_takes_long(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    ray = FakeRay()
+    fleet = fleet_of(controller, ray, replace(CLUSTER, controller=ControllerConfig()))
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 3)
+    ray.slow = {"decode-0"}
+    controller.start_failed("decode-0", 0, "a test")
+    await until(lambda: ray.started.count("decode-0") == 2)
+    controller.start_failed("decode-1", 0, "a test")
+    await until(lambda: ray.started.count("decode-1") > 3)
+    assert ray.started.count("decode-0") == 2, "one start of it is under way"
+    running.cancel()
+    await fleet.stop()
+
+
+async def test_what_is_asked_for_during_a_stop_and_after_it_is_refused_and_starts_nothing(
+    controller: Controller,
+) -> None:
+    ray, killing, may_kill = FakeRay(), threading.Event(), threading.Event()
+    fleet = fleet_of(controller, ray)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: len(ray.started) == 4)
+    kill = ray.kill
+
+    def kill_late(worker_id: str, *, is_starting: bool) -> None:
+        killing.set()
+        assert may_kill.wait(10)
+        kill(worker_id, is_starting=is_starting)
+
+    ray.kill = kill_late  # type: ignore[method-assign]
+    running.cancel()
+    stopping = asyncio.create_task(fleet.stop())
+    await until(killing.is_set)
+    for _ in range(2):
+        for asked in (fleet.scale_up(Role.DECODE, "cpu"), fleet.scale_down("decode-0"), fleet.get("cpu")):
+            with pytest.raises(Unavailable, match="the controller stops"):
+                await asked
+        may_kill.set()
+        await stopping
+    assert sorted(ray.ended) == sorted(ray.started) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+
+
+class Actor:
+    """What `address.remote()` and `stop.remote()` of an actor handle take."""
+
+    def __init__(self) -> None:
+        self.address = self.stop = self
+
+    def remote(self) -> None: ...
+
+
+def test_a_worker_that_is_killed_while_it_is_started_is_killed_and_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Actor] = []
+    fake = SimpleNamespace(
+        init=lambda **_: None,
+        get_actor=lambda *_: Actor(),
+        get=lambda *_, timeout: "127.0.0.1:1",
+        kill=lambda actor, *, no_restart: killed.append(actor),
+    )
+    monkeypatch.setattr(pools, "ray", fake)
+    made = RayPools("", "", Placement(1.0, "a:B", 5.0, ""))
+    monkeypatch.setattr(made, "_create", lambda _: Actor())
+    made.kill("decode-0", is_starting=True)
+    made.start(WorkerConfig("decode-0"))
+    assert len(killed) == 2, "the one that was found, and the one that its start created"
+    made.start(WorkerConfig("decode-0"))
+    made.kill("decode-1", is_starting=False)
+    made.start(WorkerConfig("decode-1"))
+    assert len(killed) == 3
