@@ -67,7 +67,7 @@ class LiveForecast:
             answer = await self._simulator.ask(asked)
         except (Unknown, BatonError) as error:
             raise NoForecast(str(error)) from error
-        if not answer.runs:
+        if not all(answer.of(scenario.name) for scenario in asked.scenarios):
             raise NoForecast(f"such traffic cannot be simulated within {self._budget_s:g} s: {TOO_MUCH}")
         found: dict[str, Prediction] = {}
         unknown: dict[str, str] = {}

@@ -70,7 +70,10 @@ def loads(windows: Iterable[ClassWindow]) -> tuple[ClassLoad, ...]:
         raise Unknown(
             f"too little traffic to say: of no class {MIN_CALLS} calls ended in the last {WINDOW_S:g} s, of one at most {most:g}"
         )
-    return tuple(_load(window) for window in known)
+    coming = [window for window in known if window.num_arrived > 0]
+    if not coming:
+        raise Unknown(f"too little traffic to say: calls ended, but none came in the last {WINDOW_S:g} s")
+    return tuple(_load(window) for window in coming)
 
 
 def _load(window: ClassWindow) -> ClassLoad:

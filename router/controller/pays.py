@@ -134,6 +134,8 @@ def verdict_of(answer: Answer, asked: Asked, at_s: float) -> Verdict:
     if len(apart) < MIN_SEEDS:
         budget_s = asked.question.budget_s
         raise Unknown(f"only {len(apart)} of {MIN_SEEDS} samples could be simulated within {budget_s:g} s: {TOO_MUCH}")
+    if any(len(of) != len(apart) or not sum(run.num_calls for run in of) for of in runs.values()):
+        raise Unknown("a layout was simulated without calls to judge it by")
     return Verdict(
         at_s=at_s,
         present=asked.present,

@@ -68,21 +68,18 @@ class PlannerProcess:
     async def _run(self, question: bytes, timeout_s: float) -> Answer:
         if self._is_closed:
             raise Unavailable("the controller stops")
-        process = self._running = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_THREADS},
-        )
+        try:
+            process = self._running = await self._start()
+        except OSError as error:  # too many processes or files, no memory
+            raise _cannot_run(error) from error
         try:
             _confine(process.pid, timeout_s)
             async with asyncio.timeout(timeout_s):
                 answer, errors = await process.communicate(question)
         except TimeoutError:
             raise Unavailable(f"the planner did not answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise _cannot_run(error) from error
         finally:
             self._running = None
             if process.returncode is None:
@@ -97,6 +94,23 @@ class PlannerProcess:
         except ValidationError as error:
             log.error("planner_failed", module=self._module, status=0, reason=str(error)[:_SAID])
             raise Unavailable("the planner's answer cannot be read; the controller's log says why") from None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Raises: OSError."""
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **_THREADS},
+        )
+
+
+def _cannot_run(error: OSError) -> Unavailable:
+    log.error("planner_not_run", reason=str(error))
+    return Unavailable(f"the planner cannot be run now: {error.strerror or error}")
 
 
 def _confine(pid: int, timeout_s: float) -> None:

@@ -99,10 +99,11 @@ def measured(facts: FleetFacts, *windows: ClassWindow, is_settled: bool = True) 
 class ScriptedSimulator:
     """Says how many of 1,000 calls of each class met their targets, by scenario and seed."""
 
-    def __init__(self, met: Callable[[str, int], int], num_seeds: int = 4) -> None:
+    def __init__(self, met: Callable[[str, int], int], num_seeds: int = 4, num_calls: int = 1_000) -> None:
         self.asked: list[Question] = []
         self._met = met
         self._num_seeds = num_seeds
+        self._num_calls = num_calls
 
     async def ask(self, question: Question) -> Answer:
         self.asked.append(question)
@@ -115,7 +116,7 @@ class ScriptedSimulator:
         )
 
     def _classes(self, scenario: str, seed: int, question: Question) -> Sequence[ClassRun]:
-        return [ClassRun(load.class_name, 1_000, self._met(scenario, seed)) for load in question.load]
+        return [ClassRun(load.class_name, self._num_calls, self._met(scenario, seed)) for load in question.load]
 
 
 def by_scenario(met: Mapping[str, int]) -> Callable[[str, int], int]:

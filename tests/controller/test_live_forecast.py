@@ -131,3 +131,18 @@ async def test_a_simulator_that_had_no_time_or_did_not_answer_is_said() -> None:
         await LiveForecast(NoTime(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
     with pytest.raises(NoForecast, match="did not answer within 11 s"):
         await LiveForecast(Away(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+
+
+async def test_where_nothing_comes_or_the_planner_left_a_scenario_out_there_is_no_forecast() -> None:
+    class Forgetful(ScriptedSimulator):
+        async def ask(self, question: Question) -> Answer:
+            return Answer(tuple(run for run in (await super().ask(question)).runs if run.scenario != "after"))
+
+    seen = window("interactive", 10.0)
+    for simulator, windows, words in (
+        (ScriptedSimulator(by_scenario(STEADY)), replace(seen, num_arrived=0.0), "none came"),
+        (Forgetful(by_scenario(STEADY)), seen, "cannot be simulated"),
+    ):
+        forecast = LiveForecast(simulator, lambda windows=windows: measured(fleet(), windows), 5.0)  # type: ignore[misc]
+        with pytest.raises(NoForecast, match=words):
+            await forecast.predict((CHAT,), (TIGHTER,))

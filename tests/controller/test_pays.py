@@ -118,6 +118,20 @@ async def test_too_little_traffic_too_little_time_and_one_worker_alone_have_no_v
         asked_of(measured(fleet(0, 0, 1), SEEN), 0, 5.0)
 
 
+async def test_neither_calls_that_stopped_coming_nor_runs_without_calls_divide_by_nothing() -> None:
+    alike = by_scenario({APART: 900, LOCAL: 900, COLOCATED: 900})
+    for seen, simulator, words in (
+        (replace(SEEN, num_arrived=0.0), ScriptedSimulator(alike), "none came"),
+        (SEEN, ScriptedSimulator(alike, num_calls=0), "without calls"),
+    ):
+        pays = Pays(simulator, lambda seen=seen: measured(fleet(), seen), 0, 5.0)  # type: ignore[misc]
+        await pays.look()
+        assert pays.verdict is None
+        assert words in pays.reason
+    load = asked_of(measured(fleet(), SEEN, replace(SEEN, class_name="batch", num_arrived=0.0)), 0, 5.0).question.load
+    assert [one.class_name for one in load] == ["interactive"]
+
+
 async def test_only_classes_in_force_are_compared() -> None:
     asked = asked_of(measured(fleet(classes=(CHAT, BULK)), SEEN, window("batch", 1.0), window("gone", 9.0)), 0, 5.0)
     assert [slo.name for slo in asked.question.scenarios[0].classes] == ["interactive", "batch"]

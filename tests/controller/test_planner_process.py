@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +67,36 @@ async def test_faults_are_told_without_what_the_process_said(planner: PlannerPro
         await planner.ask(asked(odd_planner.BABBLES))
     with pytest.raises(Unavailable, match="the planner failed"):
         await PlannerProcess("tests.controller.no_planner").ask(asked(odd_planner.FINE))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+async def test_a_machine_that_has_no_process_left_is_unavailable_and_the_next_question_is_asked(
+    planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    async def refuse(*_: object, **__: object) -> asyncio.subprocess.Process:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", refuse)
+        with pytest.raises(Unavailable, match=f"cannot be run now: {os.strerror(number)}"):
+            await planner.ask(asked(odd_planner.FINE))
+    assert (await planner.ask(asked(odd_planner.FINE))).runs
+
+
+async def test_one_that_cannot_be_confined_is_killed_and_unavailable(
+    planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    def refuse(pid: int, *_: object) -> None:
+        pids.append(pid)
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(resource, "prlimit", refuse)
+    with pytest.raises(Unavailable, match="cannot be run now: not permitted"):
+        await planner.ask(asked(odd_planner.HANGS))
+    assert planner.pid is None
+    assert not is_alive(pids[0])
 
 
 async def test_questions_are_answered_one_at_a_time(planner: PlannerProcess) -> None:
