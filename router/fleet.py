@@ -25,7 +25,7 @@ from router.flow_back import Plan, plan
 from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
-from router.placement import AUTO_LOCAL_TOKENS, Choice, Demand, NoPlace, Outlook, choose, look
+from router.placement import Choice, Demand, NoPlace, Outlook, choose, local_limit, look
 from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, PromptHashing, WorkerPrefixes
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -292,7 +292,7 @@ class Fleet:
         local_prefill_tokens: int,
         max_index_blocks: int,
     ) -> None:
-        """`local_prefill_tokens`: see router/placement.py; negative = AUTO_LOCAL_TOKENS."""
+        """`local_prefill_tokens`: as configured, see router/placement.py, local_limit."""
         self.known = False
         self.identity = identity
         self.liveness = liveness
@@ -301,7 +301,7 @@ class Fleet:
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
         self.expected = ExpectedPrefixes(MAX_WORKERS)
         self.explanations = Explanations()
-        self._configured_local_tokens = AUTO_LOCAL_TOKENS if local_prefill_tokens < 0 else local_prefill_tokens
+        self._configured_local_tokens = local_limit(local_prefill_tokens)
         self._told_local_tokens: int | None = None  # by the controller; None = it leaves that to the configuration
         self._endpoints: dict[str, Endpoint] = {}  # by worker_id, or by address where that is all we were given
         self._by_row: dict[int, Endpoint] = {}

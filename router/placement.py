@@ -51,6 +51,11 @@ SPREAD_TOKENS = 32  # over which a stream makes up for being held up once: a qua
 _CROWDED = 10.0
 
 
+def local_limit(configured_tokens: int) -> int:
+    """What `router.local_prefill_tokens` comes to: negative = AUTO_LOCAL_TOKENS. The controller goes by it, too."""
+    return AUTO_LOCAL_TOKENS if configured_tokens < 0 else configured_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What placement needs to know of a sequence. Tokens."""

@@ -204,8 +204,9 @@ class Controller:
         self._wake()
         return member
 
-    def want_local_prefill(self, max_tokens: int) -> None:
-        """Tell all routers which prompts may be prefilled where they decode: those that lack at most so many tokens."""
+    def want_local_prefill(self, max_tokens: int | None) -> None:
+        """Tell all routers which prompts may be prefilled where they decode: those that lack at most so many tokens; None: as
+        each is configured."""
         self.fleet.want_local_prefill(max_tokens)
         self._wake()
 

@@ -197,7 +197,7 @@ class Fleet:
         """That routers are told; None: as each is configured."""
         return self._local_prefill_tokens
 
-    def want_local_prefill(self, max_tokens: int) -> None:
+    def want_local_prefill(self, max_tokens: int | None) -> None:
         if max_tokens != self._local_prefill_tokens:
             self._local_prefill_tokens = max_tokens
             self.version += 1

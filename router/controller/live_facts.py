@@ -21,6 +21,7 @@ from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STAR
 from router.controller.measures import roofline_of
 from router.controller.pool_scaler import PoolScaler
 from router.controller.step_model import Terms
+from router.placement import local_limit
 from router.session import WorkerView
 
 log = get_log("controller.facts")
@@ -142,8 +143,7 @@ class LiveFacts:
 
     def _local_prefill_tokens(self) -> int:
         told = self._controller.fleet.local_prefill_tokens
-        configured = self._cluster.router.local_prefill_tokens
-        return told if told is not None else configured if configured >= 0 else self._cluster.engine.chunk_tokens
+        return local_limit(self._cluster.router.local_prefill_tokens) if told is None else told
 
     def _blueprint(self, role: Role, shape: str) -> Blueprint:
         engine = self._cluster.engine_of(role.name.lower())

@@ -5,7 +5,8 @@
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
        A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
-A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
+A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it. What runs
+for ever beside it and ends by a defect is logged and begun again.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -43,6 +45,7 @@ from router.controller.controller import Controller
 from router.controller.fleet_store import FleetStore
 from router.controller.live_control import LiveControl
 from router.controller.live_facts import gpus_per_worker
+from router.controller.planner import hand_back
 from router.controller.rate_store import RateStore
 from router.controller.ray_fleet import RayFleet, sizes_of
 from router.controller.settings import began
@@ -52,6 +55,7 @@ log = get_log("controller.main")
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 RATES_FILE = "rates.json"  # likewise
+_AGAIN_S = 5.0  # a defect that stays is a line each five seconds, not a busy loop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +108,13 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    tasks = [asyncio.create_task(task) for task in (fleet.start_and_revive(), live.loop.run(), live.plan())]
+    for_ever: dict[str, Callable[[], Awaitable[None]]] = {
+        "workers": fleet.start_and_revive,
+        "autoscaler": live.loop.run,
+        "planner": live.plan,
+        "local prefill": partial(hand_back, controller, planner),
+    }
+    tasks = [asyncio.create_task(_keep_running(name, run), name=name) for name, run in for_ever.items()]
     await stop.wait()
     for task in tasks:
         task.cancel()
@@ -116,6 +126,16 @@ async def _serve(cluster: ClusterConfig) -> None:
     admin.should_exit = True
     await serving
     database.close()
+
+
+async def _keep_running(name: str, run: Callable[[], Awaitable[None]]) -> None:
+    """Until cancelled, or until it returns."""
+    while True:
+        try:
+            return await run()
+        except Exception:  # this process's boundary: nobody awaits what runs beside it, so nobody else would tell
+            log.exception("background_task_failed", task=name, again_in_s=_AGAIN_S)
+            await asyncio.sleep(_AGAIN_S)
 
 
 def _begin(store: ControlStore, cluster: ClusterConfig) -> None:

@@ -1,6 +1,7 @@
 """Everything that a controller asks of the simulator: predictions of changes, and whether disaggregation pays. Owns the process.
 
-Runs on the event loop; `run` is its task.
+Its policy may tell routers a limit of local prefill. That is handed back as soon as it is the configured one, or nobody is there
+who might change it: they go by their configuration again. Runs on the event loop; `run` is its task.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from baton.config import ClusterConfig
+from baton.log import get_log
 from baton.request import Role
 from router.controller.autoscaler.disaggregation import Disaggregation
 from router.controller.autoscaler.facts import FleetFacts
@@ -17,6 +19,10 @@ from router.controller.live_forecast import LiveForecast
 from router.controller.measured_fleet import WINDOW_S, Measured
 from router.controller.pays import Pays
 from router.controller.planner_process import PlannerProcess, is_installed
+from router.controller.settings import Mode
+from router.placement import local_limit
+
+log = get_log("controller.planner")
 
 
 class Planner:
@@ -33,7 +39,8 @@ class Planner:
         self._controller = controller
         self._facts = facts
         self._now_unix_s = now_unix_s
-        budget_s, apart_tokens = cluster.controller.planner_seconds, _apart_tokens(cluster)
+        budget_s = cluster.controller.planner_seconds
+        apart_tokens = self.apart_tokens = local_limit(cluster.router.local_prefill_tokens)
         self._process = PlannerProcess(cluster.controller.planner)
         self.forecast = LiveForecast(self._process, self.measured, budget_s)
         self.pays = Pays(self._process, self.measured, apart_tokens, budget_s)
@@ -63,7 +70,12 @@ def planner_of(controller: Controller, cluster: ClusterConfig, facts: Callable[[
     return Planner(controller, cluster, facts) if is_installed(cluster.controller.planner) else None
 
 
-def _apart_tokens(cluster: ClusterConfig) -> int:
-    """The configured limit of local prefill; -1 = one chunk."""
-    tokens = cluster.router.local_prefill_tokens
-    return tokens if tokens >= 0 else cluster.engine.chunk_tokens
+async def hand_back(controller: Controller, planner: Planner | None) -> None:
+    """Until cancelled: leave the limit of local prefill to the configuration where the planner does not want another one."""
+    while True:
+        told = controller.fleet.local_prefill_tokens
+        mode = controller.in_force.settings.revision.value.mode
+        if told is not None and (planner is None or mode is not Mode.AUTO or told == planner.apart_tokens):
+            log.info("local_prefill_handed_back", told=told, mode=mode)
+            controller.want_local_prefill(None)
+        await controller.until_changed()
