@@ -2,8 +2,9 @@
 
 Owns the Fleet (which outlives this process in a file), one Session to each announced worker (the only way it learns of a
 death), what is in force (in_force.py) and the routers' last reports. Every change wakes all `watch()` streams, which send the
-whole newest state: a slow router skips versions, it never queues them. Knows nothing of Ray. Runs on the event loop; disks and
-databases run beside it.
+whole newest state: a slow router skips versions, it never queues them. What is wanted of a worker and its reports do not show, it
+is told again, when its Session comes back and each second. Knows nothing of Ray. Runs on the event loop; disks and databases run
+beside it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _ORDER_S = 5.0  # a worker answers an order within a step and a heartbeat (0.5 s
 _FRESH_S = 5.0  # routers report each second
 _ROLE_NAMES = {int(role): role.name.lower() for role in Role}
 _MEASURE_S = 1.0  # two heartbeats: each sample has news
+_RETRY_S = 1.0  # a full disk is no sooner empty
 _MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
 
 
@@ -82,6 +84,11 @@ class Controller:
             str, asyncio.Lock
         ] = {}  # one order to a worker at a time: all have one number to answer to
         self._awaited: dict[str, asyncio.Event] = {}  # workers under an order: set by each of their reports
+        self._undrained = {
+            m.worker_id for m in saved.members if not m.draining
+        }  # and their reports have yet to show it
+        self._tuned: dict[str, tuple[WorkerView, Tuning]] = {}  # told again, once in each Session: it may refuse
+        self._ending: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._reports: dict[str, HeardReport] = {}
         self._retired: dict[str, control_pb2.ClassVerdicts] = {}
@@ -151,8 +158,12 @@ class Controller:
 
         Raises:
             NotFound: no such worker.
-            Unavailable: it is wanted, but the worker is away; a restarted one is told when it announces itself.
+            InvalidRequest: it is being ended.
+            Unavailable: it is wanted, but the worker is away or does not answer; it is told as soon as it does.
         """
+        if not draining:
+            self._check_stays(worker_id)
+            self._undrained.add(worker_id)
         member = self.fleet.want_draining(worker_id, draining, after)
         log.info("worker_draining", worker=worker_id, draining=draining, after=str(after))
         self._wake()
@@ -169,8 +180,10 @@ class Controller:
 
         Raises:
             NotFound: no such worker.
+            InvalidRequest: it is being ended.
             BatonError: the worker's own refusal, or Unavailable: it is away or does not answer. It keeps its role then.
         """
+        self._check_stays(worker_id)
         before = self.fleet.get(worker_id).role
         wanted, kept = (worker_pb2.Role.ValueType(r) for r in (role, before))
         try:
@@ -193,12 +206,19 @@ class Controller:
 
         Raises:
             NotFound: no such worker.
-            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer.
+            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer. It keeps its limits then.
         """
         self.fleet.get(worker_id)
-        await self._order(
-            worker_id, lambda session: session.tune(tune_pb(tuning)), lambda load: tuning_of(load) == tuning
-        )
+        view = self.view(worker_id)
+        before = tuning_of(view.load) if view else None
+        try:
+            await self._order(
+                worker_id, lambda session: session.tune(tune_pb(tuning)), lambda load: tuning_of(load) == tuning
+            )
+        except Unavailable:
+            if (session := self._sessions.get(worker_id)) and before is not None:
+                session.tune(tune_pb(before))  # as in set_role
+            raise
         log.info("worker_tuned", worker=worker_id, **dataclasses.asdict(tuning))
         member = self.fleet.want_tuning(worker_id, tuning)
         self._wake()
@@ -215,6 +235,19 @@ class Controller:
         self.fleet.want_draining(worker_id, True, AfterDrain.END)
         self._wake()
 
+    def begin_end(self, worker_id: str) -> None:
+        """From now on it is being ended: it takes no work, and nothing but `forget` takes that back."""
+        self._ending.add(worker_id)
+        self.let_go(worker_id)
+
+    def is_ending(self, worker_id: str) -> bool:
+        return worker_id in self._ending
+
+    def _check_stays(self, worker_id: str) -> None:
+        """Raises: InvalidRequest."""
+        if worker_id in self._ending:
+            raise InvalidRequest(f"{worker_id} is being ended", field="worker_id")
+
     def stand_by(self, worker_id: str) -> None:
         """A worker that drained for it is idle: from now on it is a standby."""
         self.fleet.stand_by(worker_id)
@@ -224,6 +257,9 @@ class Controller:
         """The worker has been ended for good. Routers are told; a straggler of that name is refused."""
         self.fleet.forget(worker_id)
         self._ordering.pop(worker_id, None)
+        self._tuned.pop(worker_id, None)
+        self._undrained.discard(worker_id)
+        self._ending.discard(worker_id)
         if session := self._sessions.pop(worker_id, None):
             self._close(session, "the worker was ended")
         log.info("worker_forgotten", worker=worker_id)
@@ -258,7 +294,32 @@ class Controller:
             self.fleet.lost(worker_id, self.fleet.get(worker_id).epoch, session.reason)
         else:
             self.fleet.heard(worker_id, session.epoch)
+            self._remind(session)
         self._wake()
+
+    def _remind(self, session: WorkerSession) -> None:
+        """Tell a worker again what is wanted of it and its last report does not show.
+
+        One that drains and nobody here wanted it is about to stop, by its own platform: it is left alone.
+        """
+        worker_id, view = session.worker_id, session.view
+        order = self._ordering.get(worker_id)
+        if view is None or (order is not None and order.locked()):
+            return
+        member, load = self.fleet.get(worker_id), view.load
+        role = worker_pb2.Role.ValueType(member.role)
+        if (load.next_role or load.role) != role:
+            session.set_role(role)
+        if not load.draining and not member.draining:
+            self._undrained.discard(worker_id)
+        is_wanted = member.draining or worker_id in self._undrained
+        if is_wanted and load.draining != member.draining and not load.next_role:  # who flips drains
+            session.drain(member.draining)
+        if member.tuning is not None and tuning_of(load) != member.tuning:
+            before = self._tuned.get(worker_id)
+            if before is None or before[0] is not view or before[1] != member.tuning:
+                self._tuned[worker_id] = (view, member.tuning)
+                session.tune(tune_pb(member.tuning))
 
     def _on_load(self, worker_id: str, load: worker_pb2.Load) -> None:
         self.floor.observe(load)
@@ -373,14 +434,21 @@ class Controller:
         )
 
     async def _save_changes(self, fleets: FleetStore) -> None:
-        saved_version = 0
+        """For ever. What cannot be written is tried again each second."""
+        saved_version, failed = 0, False
         while True:
-            changed = self._changed
-            if self.fleet.version != saved_version:
-                saved_version = self.fleet.version
-                await asyncio.to_thread(fleets.save, self.fleet.saved())
-            else:
+            changed, version = self._changed, self.fleet.version
+            if version == saved_version:
                 await changed.wait()
+                continue
+            try:
+                await asyncio.to_thread(fleets.save, self.fleet.saved())
+                saved_version, failed = version, False
+            except OSError as error:
+                if not failed:  # said once
+                    log.error("fleet_not_saved", reason=str(error))
+                failed = True
+                await asyncio.sleep(_RETRY_S)
 
     async def _save_rates(self, rates: RateStore) -> None:
         """For ever. What cannot be written is lost with this process."""
@@ -392,13 +460,14 @@ class Controller:
                 log.warning("rates_not_saved", reason=str(error))
 
     async def _measure(self) -> None:
-        """For ever: take what each worker's steps came to, and let time pass where no router reports."""
+        """For ever: take what each worker's steps came to, let time pass where no router reports, remind workers."""
         while True:
             await asyncio.sleep(_MEASURE_S)
             now_s = time.monotonic()
             for session in self._sessions.values():
                 if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
                     self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)
+                self._remind(session)
             self.measures.advance(now_s)
 
     async def until_changed(self) -> None:

@@ -213,6 +213,9 @@ class Fleet:
         member = self._members.pop(worker_id, None)
         if member is not None:
             self._ended[worker_id] = None
+            self._replaced_epochs = {
+                known for known in self._replaced_epochs if known[0] != worker_id
+            }  # all are refused
             while len(self._ended) > _MAX_ENDED:
                 self._ended.pop(next(iter(self._ended)))
             self.version += 1

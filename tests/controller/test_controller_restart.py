@@ -16,6 +16,7 @@ from baton.errors import ConfigError, PeerRefused
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cli.ports import free_port
+from router.controller import controller as controller_module
 from router.controller.autoscaler.facts import Tuning
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore
@@ -60,6 +61,28 @@ async def start_worker(worker_id: str, port: int) -> StandInServer:
     server = StandInServer(WorkerConfig(worker_id, "decode", control_address=f"127.0.0.1:{port}"), lambda error: None)
     await asyncio.to_thread(server.start)
     return server
+
+
+async def test_a_fleet_that_cannot_be_written_is_written_once_it_can(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "_RETRY_S", 0.02)
+    save, num_failed = FleetStore.save, 0
+
+    def save_or_not(store: FleetStore, fleet: SavedFleet) -> None:
+        nonlocal num_failed
+        if num_failed < 3:
+            num_failed += 1
+            raise OSError(28, "No space left on device")
+        save(store, fleet)
+
+    monkeypatch.setattr(FleetStore, "save", save_or_not)
+    async with controller(tmp_path, port) as one:
+        one.expect("decode-0", Role.DECODE)
+        await until_saved(tmp_path, lambda saved: len(saved.members) == 1)
+        one.expect("decode-1", Role.DECODE)
+        await until_saved(tmp_path, lambda saved: len(saved.members) == 2)
+    assert num_failed == 3
 
 
 async def test_its_successor_names_the_same_fleet_from_its_first_word(tmp_path: Path, port: int) -> None:

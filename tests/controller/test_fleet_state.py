@@ -95,6 +95,18 @@ def test_an_ended_worker_is_gone_and_its_straggler_refused_until_it_is_expected_
     assert fleet.announce(announcement(2)).state == READY
 
 
+def test_of_an_ended_worker_only_its_name_is_kept(fleet: Fleet) -> None:
+    for epoch in (1, 2, 3):
+        fleet.announce(announcement(epoch))
+    fleet.announce(announcement(7, "decode-1"))
+    fleet.announce(announcement(8, "decode-1"))
+    fleet.forget("decode-0")
+    assert fleet.saved().replaced_epochs == {("decode-1", 7)}
+    for epoch in (1, 2, 3):
+        with pytest.raises(PeerRefused, match="decode-0 was ended"):
+            fleet.announce(announcement(epoch))
+
+
 def test_a_standby_is_one_that_was_to_be_it_and_still_is_when_it_is_idle(fleet: Fleet) -> None:
     fleet.announce(announcement(1))
     fleet.want_draining("decode-0", True, AfterDrain.STANDBY)
