@@ -167,13 +167,14 @@ class AutoscaleLoop:
         settings = self._settings
         if settings.mode is not Mode.AUTO:
             return _not_done(decision, f"mode is {settings.mode}")
-        await self._keep_lease()  # levers before this one may have taken seconds
-        if not self._lease.is_held:
-            return _not_done(decision, "another controller may act on this database")
-        try:
-            done = await self._levers.pull(act, settings.budget)
-        except BatonError as error:
-            return _not_done(decision, error.message)
+        async with self._levers.alone:
+            await self._keep_lease()  # levers before this one may have taken seconds
+            if not self._lease.is_held:
+                return _not_done(decision, "another controller may act on this database")
+            try:
+                done = await self._levers.pull_alone(act, settings.budget)
+            except BatonError as error:
+                return _not_done(decision, error.message)
         return replace(decision, action=done, applied=True)
 
     async def record(self, decision: Decision, *, is_new: bool = True) -> None:

@@ -7,19 +7,22 @@
 
 `settle` does what had to wait, in whatever mode: a drained worker that is idle stands by or is ended, one that did not come up
 is given up. It goes by the fleet alone, which outlives this process, so a new controller goes on where the last one stopped.
+Limits are checked and then awaited on, so one lever is pulled at a time (`alone`), and settling is one of them.
 
 Nothing in flight is lost. A worker is ended only when it says that nothing is open there and every router has read of every
-end; or when it is away; or after `drain_s`, and then routers carry its calls on elsewhere, as after a death. It is kept for
-another RESUMED_S, since it may hold the only copy of a call that its client resumes. Event loop only.
+end; or when it has been away for `resumed_s` and no router hears it either; or after `drain_s`, and then routers carry its calls
+on elsewhere, as after a death. It is kept for another `resumed_s`, since it may hold the only copy of a call that its client
+resumes. An end that has begun is not taken back: machines that do not answer are asked again. Event loop only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unavailable
 from baton.log import get_log
 from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, LocalPrefill, Tune, Undrain, Wake
@@ -37,7 +40,9 @@ class Waits:
     """How long is waited before a drained worker is ended, seconds."""
 
     drain_s: float = 600.0  # for what runs there; DESIGN section 5
-    resumed_s: float = 30.0  # once idle, for clients that resume a call which broke there
+    resumed_s: float = (
+        30.0  # once idle, for clients that resume a call which broke there; once away, for it to come back
+    )
 
 
 class Levers:
@@ -58,6 +63,8 @@ class Levers:
         self._now_s = now_s
         self._draining_since_s: dict[str, float] = {}
         self._idle_since_s: dict[str, float] = {}
+        self._away_since_s: dict[str, float] = {}
+        self.alone = asyncio.Lock()  # whoever holds it may `pull_alone`
 
     # -- at once -----------------------------------------------------------------------------------------------------
 
@@ -65,65 +72,130 @@ class Levers:
         """Carry one act out, or begin to. Returns what was done, for the log.
 
         Raises:
-            BatonError: it was refused, by worker, machine or budget, or nobody answered; nothing has changed.
+            BatonError: it was refused, by worker, machine or budget, or nobody answered; nothing has changed. Drains, their
+                end and ends that have begun are not refused where nobody answers: they are told as soon as somebody does.
         """
+        async with self.alone:
+            return await self.pull_alone(act, budget)
+
+    async def pull_alone(self, act: Act, budget: Budget) -> str:
+        """As `pull`, by whoever holds `alone`."""
+        later = ""
         match act:
             case Tune(worker_id, tuning):
                 await self._controller.tune(worker_id, tuning)
             case LocalPrefill(max_tokens):
                 self._controller.want_local_prefill(max_tokens)
             case Flip(worker_id, role):
-                self._leaves(self._member(worker_id, READY), budget)
+                member = self._member(worker_id, READY)
+                self._leaves(member, budget)
+                self._takes(member, role, budget)
                 await self._controller.set_role(worker_id, role)
             case Undrain(worker_id):
-                await self._controller.drain(worker_id, False)
+                later = await self._undrain(self._controller.fleet.get(worker_id), budget)
             case Wake(worker_id, role):
-                await self._wake(self._member(worker_id, STANDBY), role)
+                later = await self._wake(self._member(worker_id, STANDBY), role, budget)
             case Create(role, shape):
                 self._fits(role, budget)
                 return f"create {await self._scaler.scale_up(role, shape)}"
             case Drain(worker_id, keep_standby):
-                await self._drain(self._member(worker_id, READY, DRAINING, FAILED), keep_standby, budget)
+                member = self._member(worker_id, READY, DRAINING, FAILED, STARTING)
+                later = await self._drain(member, keep_standby, budget)
             case GiveUp(worker_id):
-                await self._end(self._expendable(self._controller.fleet.get(worker_id)))
-        return describe(act)
+                later = await self._give_up(self._expendable(self._controller.fleet.get(worker_id)))
+        return describe(act) + later
 
-    async def _wake(self, member: Member, role: Role) -> None:
+    async def _undrain(self, member: Member, budget: Budget) -> str:
+        self._not_ending(member)
+        if member.draining:
+            self._takes(member, member.role, budget)
+        return await self._tell_draining(member, False)
+
+    async def _wake(self, member: Member, role: Role, budget: Budget) -> str:
+        self._takes(member, role, budget)
         if member.role is not role:
             await self._controller.set_role(member.worker_id, role)
-        await self._controller.drain(member.worker_id, False)
+        return await self._tell_draining(member, False)
 
-    async def _drain(self, member: Member, keep_standby: bool, budget: Budget) -> None:
+    async def _give_up(self, member: Member) -> str:
+        try:
+            await self._end(member.worker_id)
+        except Unavailable as error:
+            return f" as soon as machines answer ({error.message})"
+        return ""
+
+    async def _tell_draining(self, member: Member, draining: bool, after: AfterDrain = AfterDrain.STAY) -> str:
+        """It is wanted from now on, whoever answers; what is to be said about that, or ""."""
+        if member.after_drain is not after:  # no drain inherits the time of another one
+            self._draining_since_s.pop(member.worker_id, None)
+            self._idle_since_s.pop(member.worker_id, None)
+        try:
+            await self._controller.drain(member.worker_id, draining, after)
+        except Unavailable as error:
+            return f"; it is told as soon as it answers ({error.message})"
+        return ""
+
+    async def _drain(self, member: Member, keep_standby: bool, budget: Budget) -> str:
         if member.state == READY:
             self._leaves(member, budget)
-        if keep_standby and member.state == FAILED:
-            raise InvalidRequest(f"{member.worker_id} is away: {member.reason}", field="worker_id")
+        if keep_standby and member.state in (FAILED, STARTING):
+            state = f"away: {member.reason}" if member.state == FAILED else member.state
+            raise InvalidRequest(f"{member.worker_id} is {state}", field="worker_id")
         if not keep_standby:
             size = await self._scaler.get(member.shape)
             if member.worker_id not in size.victims:
                 raise InvalidRequest(
                     f"{member.worker_id} cannot be ended before {', '.join(size.victims)}", field="worker_id"
                 )
-        if member.state == FAILED:
+        if member.state in (FAILED, STARTING):
             self._controller.let_go(member.worker_id)
-            return
-        after = AfterDrain.STANDBY if keep_standby else AfterDrain.END
-        await self._controller.drain(member.worker_id, True, after)
+            return ""
+        return await self._tell_draining(member, True, AfterDrain.STANDBY if keep_standby else AfterDrain.END)
 
     def _member(self, worker_id: str, *states: str) -> Member:
-        """Raises: NotFound, or InvalidRequest: it is in another state."""
+        """Raises: NotFound, or InvalidRequest: it is in another state, or is being ended."""
         member = self._controller.fleet.get(worker_id)
+        self._not_ending(member)
         if member.state not in states:
             raise InvalidRequest(f"{worker_id} is {member.state}, not {' or '.join(states)}", field="worker_id")
         return member
 
+    def _not_ending(self, member: Member) -> None:
+        """Raises: InvalidRequest."""
+        if self._controller.is_ending(member.worker_id):
+            raise InvalidRequest(f"{member.worker_id} is being ended", field="worker_id")
+
     def _leaves(self, member: Member, budget: Budget) -> None:
-        """Raises: InvalidRequest: fewer would serve than have to; who is away or not up yet does not count."""
+        """Raises: InvalidRequest: fewer would serve than have to; who is away, not up yet or still flips in does not count."""
         role = member.role.name.lower()
         least = budget.pools()[role].min_workers
-        rest = [m for m in self._controller.fleet.members() if m.role is member.role and m.state == READY]
-        if len(rest) - 1 < least:
-            raise InvalidRequest(f"{role}.min_workers = {least}: {len(rest)} are there", field=f"{role}.min_workers")
+        serving = {m.worker_id for m in self._controller.fleet.members() if m.role is member.role and self._serves(m)}
+        if len(serving - {member.worker_id}) < least:
+            raise InvalidRequest(f"{role}.min_workers = {least}: {len(serving)} are there", field=f"{role}.min_workers")
+
+    def _serves(self, member: Member) -> bool:
+        """By its own word, in the role that is wanted of it."""
+        view = self._controller.view(member.worker_id)
+        if member.state != READY or view is None:
+            return False
+        return not (view.load.draining or view.load.next_role) and Role(view.load.role) is member.role
+
+    def _takes(self, member: Member, role: Role, budget: Budget) -> None:
+        """Raises: InvalidRequest: a pool may not have, or the budget not keep, this worker that is there; or it is of a wrong
+        shape. Who is to leave or stands by does not count."""
+        others = [m for m in self._controller.fleet.members() if m.worker_id != member.worker_id]
+        name, most = role.name.lower(), budget.pools()[role.name.lower()].max_workers
+        if most is not None and sum(m.role is role and m.after_drain is AfterDrain.STAY for m in others) >= most:
+            raise InvalidRequest(f"{name}.max_workers = {most}: so many are there", field=f"{name}.max_workers")
+        num_gpus = (sum(m.after_drain is not AfterDrain.END for m in others) + 1) * self._gpus_per_worker
+        is_more = member.after_drain is not AfterDrain.STAY  # a flip takes no more than it had
+        if is_more and budget.max_gpus is not None and num_gpus > budget.max_gpus:
+            raise InvalidRequest(f"max_gpus = {budget.max_gpus}: with this worker {num_gpus} stay", field="max_gpus")
+        shape = self._scaler.shape_of(role)
+        if member.role is not role and member.shape != shape:
+            raise InvalidRequest(
+                f"{member.worker_id} is a {member.shape!r}, {name} workers are {shape!r}", field="worker_id"
+            )
 
     def _fits(self, role: Role, budget: Budget) -> None:
         """Raises: InvalidRequest: one more worker is beyond the budget."""
@@ -138,21 +210,34 @@ class Levers:
     # -- what has to wait --------------------------------------------------------------------------------------------
 
     async def settle(self) -> AsyncIterator[Decision]:
-        """Do what has become possible; yields what is worth a line in the log of decisions.
+        """Do what has become possible; yields what is worth a line in the log of decisions. While a lever is being pulled, it
+        all waits for the next call.
 
         Raises:
-            Unavailable: machines do not answer; the rest waits for the next call.
+            Unavailable: machines do not answer for at least one worker; what they must do waits for the next call.
         """
+        if self.alone.locked():
+            return
+        async with self.alone:
+            self._note_times()
+            due = list(self._due())
+            outcomes = await asyncio.gather(*(self._end(worker_id) for _, worker_id, _ in due), return_exceptions=True)
+        for (lever, worker_id, why), outcome in zip(due, outcomes, strict=True):
+            if outcome is None:
+                yield Decision(lever, f"end {worker_id}", why, applied=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    def _due(self) -> Iterator[tuple[str, str, str]]:
+        """Ends that are due: lever, worker and why. Those that may stand by do so."""
         for member in self._controller.fleet.members():
             if why := self._given_up(member):
-                await self._end(member)
-                yield Decision("give_up", f"end {member.worker_id}", why, applied=True)
+                yield "give_up", member.worker_id, why
             elif member.after_drain is AfterDrain.STANDBY and member.state == DRAINING and self._is_idle(member):
                 self._controller.stand_by(member.worker_id)
             elif member.after_drain is AfterDrain.END and (why := self._may_end(member)):
-                await self._end(member)
-                yield Decision("end", f"end {member.worker_id}", why, applied=True)
-        self._forget_gone()
+                yield "end", member.worker_id, why
 
     def _given_up(self, member: Member) -> str:
         """Why; "" where not."""
@@ -161,16 +246,28 @@ class Levers:
 
     def _may_end(self, member: Member) -> str:
         """Why a worker that is to leave may do so now; "" while it may not."""
-        if member.state == FAILED:
-            return f"it was to leave, and is away: {member.reason}"
         now_s, worker_id = self._now_s(), member.worker_id
+        if self._controller.is_ending(worker_id):
+            return "its end had begun"
+        if not member.epoch:
+            return f"it was to leave, and never came up{': ' if member.reason else ''}{member.reason}"
         if now_s - self._draining_since_s.setdefault(worker_id, now_s) > self._waits.drain_s:
             return f"it was not idle after {self._waits.drain_s:g} s; its calls go on elsewhere"
+        if member.state == FAILED:
+            return f"it was to leave, and is away: {member.reason}" if self._is_gone(member) else ""
         if not self._is_idle(member):
             self._idle_since_s.pop(worker_id, None)
             return ""
         idle_s = now_s - self._idle_since_s.setdefault(worker_id, now_s)
         return "it has drained" if idle_s >= self._waits.resumed_s else ""
+
+    def _is_gone(self, member: Member) -> bool:
+        """Away for long enough, and not only from here: routers may go on with calls there that we know nothing of."""
+        now_s = self._now_s()
+        if now_s - self._away_since_s.setdefault(member.worker_id, now_s) < self._waits.resumed_s:
+            return False
+        views = (view for report in self._controller.fresh_reports() for view in report.workers)
+        return not any(view.worker_id == member.worker_id and view.state != "connecting" for view in views)
 
     def _is_idle(self, member: Member) -> bool:
         """By its own word, given since it drains."""
@@ -179,23 +276,38 @@ class Levers:
 
     def _expendable(self, member: Member) -> Member:
         """Raises: InvalidRequest: calls may be running there, or it is configured and only late."""
+        if self._controller.is_ending(member.worker_id):
+            return member
         if member.state not in (STARTING, STANDBY, FAILED):
             raise InvalidRequest(f"{member.worker_id} is {member.state}: drain it first", field="worker_id")
         if member.state == STARTING and not member.extra:
             raise InvalidRequest(
                 f"{member.worker_id} is configured: its start is tried again for ever", field="worker_id"
             )
+        if member.state == FAILED and member.epoch and not self._is_gone(member):
+            raise InvalidRequest(
+                f"{member.worker_id} may come back: it is away for less than {self._waits.resumed_s:g} s, or a router hears it",
+                field="worker_id",
+            )
         return member
 
-    async def _end(self, member: Member) -> None:
-        await self._scaler.scale_down(member.worker_id)
-        self._controller.forget(member.worker_id)
+    async def _end(self, worker_id: str) -> None:
+        """Raises: Unavailable: it will have to be asked for again; it does not come back."""
+        self._controller.begin_end(worker_id)
+        await self._scaler.scale_down(worker_id)
+        self._controller.forget(worker_id)
 
-    def _forget_gone(self) -> None:
-        leaving = {m.worker_id for m in self._controller.fleet.members() if m.after_drain is AfterDrain.END}
-        for since_s in (self._draining_since_s, self._idle_since_s):
-            for worker_id in since_s.keys() - leaving:
+    def _note_times(self) -> None:
+        """Since when who is away; what was noted of others is forgotten."""
+        members, now_s = self._controller.fleet.members(), self._now_s()
+        leaving = {m.worker_id for m in members if m.after_drain is AfterDrain.END}
+        away = {m.worker_id for m in members if m.state == FAILED}
+        kept = ((self._draining_since_s, leaving), (self._idle_since_s, leaving), (self._away_since_s, away))
+        for since_s, ids in kept:
+            for worker_id in since_s.keys() - ids:
                 del since_s[worker_id]
+        for worker_id in away:
+            self._away_since_s.setdefault(worker_id, now_s)
 
 
 NAMES: dict[type[Act], str] = {

@@ -44,7 +44,7 @@ class LiveControl:
             Lease(database, "autoscaler", secrets.token_hex(8)),
             self.registry,
         )
-        self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record)
+        self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record, lambda: self.loop.leads)
 
     async def plan(self) -> None:
         """Until cancelled: ask the planner what it asks by itself."""

@@ -24,6 +24,10 @@ class PoolSize:
 
 
 class PoolScaler(Protocol):
+    def shape_of(self, role: Role) -> str:
+        """Of the workers of a role."""
+        ...
+
     async def get(self, shape: str) -> PoolSize:
         """Raises: Unavailable: the platform does not answer."""
         ...

@@ -28,6 +28,7 @@ from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
 from router.controller.decisions import Decision
+from router.controller.fleet_state import FAILED
 from router.controller.fleet_store import FleetStore
 from router.controller.lease import Lease
 from router.controller.levers import Levers, Waits
@@ -42,6 +43,7 @@ from tests.controller.stand_in_server import StandInServer
 
 SHAPE = "cpu"
 PATIENCE_S = 10.0
+AT_ONCE = Waits(resumed_s=0.0)
 
 
 def shape_of(role: Role) -> str:
@@ -72,6 +74,9 @@ class Machines:
         members = self.controller.fleet.members()
         names = tuple(member.worker_id for member in members)
         return PoolSize(len(names), len(self.servers), (), names, self.room - len(names))
+
+    def shape_of(self, role: Role) -> str:
+        return shape_of(role)
 
     async def scale_up(self, role: Role, shape: str) -> str:
         await self.get(shape)
@@ -115,12 +120,14 @@ class ScriptedScaler:
 class Rig:
     """One life of a controller that acts."""
 
-    def __init__(self, folder: Path, machines: Machines, controller: Controller, tick_s: float, holder: str) -> None:
+    def __init__(
+        self, folder: Path, machines: Machines, controller: Controller, tick_s: float, holder: str, waits: Waits
+    ) -> None:
         self.machines = machines
         self.controller = controller
         self.scaler = ScriptedScaler()
         self.registry = Registry()
-        self.levers = Levers(controller, machines, gpus_per_worker=1, waits=Waits(resumed_s=0.0))
+        self.levers = Levers(controller, machines, gpus_per_worker=1, waits=waits)
         times = Times(tick_s=tick_s)
         self.live_times = LiveTimes(times)
         self.facts = LiveFacts(
@@ -136,7 +143,7 @@ class Rig:
             self.registry,
             look_s=0.05,
         )
-        self.orders = PoolOrders(controller, self.levers, shape_of, self.loop.record)
+        self.orders = PoolOrders(controller, self.levers, shape_of, self.loop.record, lambda: self.loop.leads)
 
     def app(self, tokens: Sequence[Token]) -> FastAPI:
         """Its admin endpoint."""
@@ -150,6 +157,13 @@ class Rig:
         self.controller.expect(worker_id, Role[role.upper()], SHAPE)
         server = await self.machines.start(worker_id, role, behaviour)
         await self.until(lambda: self.controller.view(worker_id) is not None)
+        return server
+
+    async def hang_up(self, worker_id: str) -> StandInServer:
+        """Its Session to the controller breaks, and stays so until it picks up."""
+        server = self.machines.servers[worker_id]
+        server.hang_up()
+        await self.until(lambda: self.state(worker_id) == FAILED)
         return server
 
     async def mode(self, mode: Mode, **budget: object) -> None:
@@ -192,7 +206,13 @@ class Rig:
 
 @asynccontextmanager
 async def life(
-    folder: Path, machines: Machines, mode: Mode = Mode.AUTO, tick_s: float = 0.05, port: int = 0, holder: str = "first"
+    folder: Path,
+    machines: Machines,
+    mode: Mode = Mode.AUTO,
+    tick_s: float = 0.05,
+    port: int = 0,
+    holder: str = "first",
+    waits: Waits = AT_ONCE,
 ) -> AsyncIterator[Rig]:
     """Of a controller, from its start to its end; its workers stay. `port`: of a successor that workers are to find."""
     store = ControlStore(SQLite(folder / "slo.sqlite"), now_unix_s=lambda: 7.0)
@@ -202,11 +222,13 @@ async def life(
     machines.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     machines.controller = controller
     await server.start()
-    rig = Rig(folder, machines, controller, tick_s, holder)
+    rig = Rig(folder, machines, controller, tick_s, holder, waits)
     if controller.in_force.settings.revision.value.mode is not mode:
         await rig.mode(mode)
     running = asyncio.create_task(rig.loop.run())
     try:
+        if holder == "first":  # orders are for the one that leads
+            await rig.until(lambda: rig.loop.leads)
         yield rig
     finally:
         running.cancel()

@@ -43,6 +43,7 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
             max_num_batched_tokens=engine.max_num_batched_tokens,
             chunk_tokens=engine.chunk_tokens,
         )
+        self.is_deaf = False  # answers heartbeats, obeys nothing
         self._wants_drain = False
         self._stopping = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=8))
@@ -69,6 +70,13 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
         if self._load.next_role:
             self._set_role(self._load.next_role)
 
+    def hang_up(self) -> None:
+        """Close each Session, until `pick_up`."""
+        self._stopping.set()
+
+    def pick_up(self) -> None:
+        self._stopping.clear()
+
     def stop(self) -> None:
         self._stopping.set()
         self._server.stop(grace=None).wait()
@@ -83,6 +91,8 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
 
     def _answer(self, request: worker_pb2.SessionRequest) -> worker_pb2.SessionEvent:
         kind = request.WhichOneof("message")
+        if self.is_deaf and kind in ("set_role", "tune", "drain"):
+            return worker_pb2.SessionEvent(load=self._load)
         if kind == "open":
             opened = worker_pb2.Opened(
                 worker_id=self._config.worker_id,

@@ -36,16 +36,30 @@ def prompt(number: int) -> list[int]:
     return [(31 * i + 7 * number) % 400 + 20 for i in range(100 + number)]
 
 
-async def workers(cluster: ClusterUnderTest) -> Workers:
-    """None while the controller is away."""
+async def asked(cluster: ClusterUnderTest, path: str) -> dict[str, Any]:
+    """Empty while the controller is away."""
     tokens = json.loads((cluster.run_folder / "tokens.json").read_text())
     url, headers = f"http://127.0.0.1:{cluster.admin_port}", {"authorization": f"Bearer {tokens['viewer']['secret']}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10) as admin:
         try:
-            listed = (await admin.get("/admin/v1/workers")).json()["workers"]
+            return dict((await admin.get(f"/admin/v1/{path}")).json())
         except httpx.TransportError:
             return {}
+
+
+async def workers(cluster: ClusterUnderTest) -> Workers:
+    """None while the controller is away."""
+    listed = (await asked(cluster, "workers")).get("workers", ())
     return {w["worker_id"]: (w["load"]["role"] if w["load"] else "", w["state"]) for w in listed}
+
+
+async def until_led(cluster: ClusterUnderTest) -> None:
+    """The controller takes orders: one that was killed is waited for, until its lease has run out."""
+
+    async def leads() -> bool:
+        return bool((await asked(cluster, "pools")).get("autoscaler", {}).get("leads"))
+
+    await until(leads, "a controller that leads")
 
 
 async def check(streams: list[asyncio.Task[Any]]) -> None:
@@ -90,6 +104,7 @@ async def test_pools_grow_flip_and_rest_under_streams_while_the_controller_is_ki
             return now.get("decode-0") == ("prefill", "ready") and now.get("decode-1") == ("decode", "ready")
 
         await until_there(flipped, "the flip, under the next controller")
+        await until_led(cluster)
         start(4)
         await ordered("standby", "prefill-0")
         start(4)
