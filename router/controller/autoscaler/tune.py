@@ -64,7 +64,7 @@ def best(
     paces = [Pace(c, slack * _pace_s(c)) for c in load.classes]
     seats = _seats(kind, load, num_workers, paces)
     if kind.role is Role.DECODE and not local_prefill:
-        budget = max(seats, min(now.max_num_batched_tokens, kind.tuning.max_num_batched_tokens))
+        budget = min(kind.tuning.max_num_batched_tokens, max(seats, now.max_num_batched_tokens))
         return Tuning(seats, budget, min(budget, now.chunk_tokens))
     return replace(kind.tuning, max_num_seqs=seats, **_budget(kind, load, num_workers, seats, paces))
 
@@ -84,7 +84,7 @@ def _seats(kind: Kind, load: Load, num_workers: int, paces: Sequence[Pace]) -> i
         kept = sum(c.slo.weight * c.rate for c in load.classes if batches[c.slo.name] >= seats)
         return kept * min(1.0, in_time / load.outputs_per_s)
 
-    candidates = [min(float(most), math.floor(batch)) for batch in batches.values() if batch >= 1]
+    candidates = [float(math.floor(min(most, batch))) for batch in batches.values() if batch >= 1]
     return int(max(candidates, key=lambda seats: (worth(seats), seats), default=most))
 
 
@@ -101,7 +101,7 @@ def _budget(kind: Kind, load: Load, num_workers: int, seats: int, paces: Sequenc
         tokens = _largest_step(kind, load, batch, min(kept))
     if kind.role is Role.BOTH:
         tokens = max(tokens, KEEP_UP * batch * (1 + load.lacking_per_s / load.outputs_per_s))
-    budget = max(min(seats, most), min(most, int(tokens)), 1)
+    budget = max(min(seats, most), int(min(most, tokens)), 1)
     return {"max_num_batched_tokens": budget, "chunk_tokens": min(budget, kind.tuning.chunk_tokens)}
 
 

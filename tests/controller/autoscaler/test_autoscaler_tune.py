@@ -147,3 +147,16 @@ def test_nobody_is_told_of_limits_before_long_answers_have_ended() -> None:
     engine = Engine(TERMS, MOST)
     engine.run(TERMS, 6)
     assert engine.tuning == MOST
+
+
+def test_a_decode_worker_with_more_seats_than_a_step_has_tokens_is_told_what_it_takes() -> None:
+    most = Tuning(max_num_seqs=512, max_num_batched_tokens=64, chunk_tokens=64)
+    goal = tune.best(Kind(Role.DECODE, TERMS, most, 0), load(30.0), 2, most)
+    assert goal.max_num_seqs > 64
+    goal.check(most)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_steps_that_cost_nothing_but_their_weights_allow_all_there_is(role: Role) -> None:
+    free = Terms(fixed_s=1e-3, s_per_token=0.0, weights_s=4e-3, s_per_context_token=0.0, s_per_pair=0.0)
+    assert tune.best(Kind(role, free, MOST, 0), load(30.0), 1, MOST, local_prefill=True) == MOST
