@@ -27,6 +27,9 @@ from router.controller.autoscaler.need import Kind
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork
 
+FADED = 1e-17  # of a sum of floats, that no longer changes it
+NEVER = 1e-30  # a share of calls that is none
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -129,9 +132,15 @@ def _late(num: int, busy: float, room_in_services: float) -> float:
         return 1.0
     if busy <= 0 or math.isinf(room_in_services):
         return 0.0
-    blocked = 1.0  # Erlang B, by its recursion
-    for k in range(1, num + 1):
-        blocked = busy * blocked / (k + busy * blocked)
+    # 1 / Erlang's B is the sum of num! / (num - j)! / busy^j. Its terms grow while num - j > busy and fade then, so about
+    # sqrt(num) of them say all there is to say, however large the pool
+    inverse, term = 1.0, 1.0
+    for k in range(num, 0, -1):
+        term *= k / busy
+        inverse += term
+        if term < FADED * inverse or inverse > 1 / NEVER:
+            break
+    blocked = 1 / inverse
     waits = blocked / (1 - (busy / num) * (1 - blocked))
     return waits * math.exp(-(num - busy) * room_in_services)
 

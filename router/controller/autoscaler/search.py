@@ -1,6 +1,7 @@
 """The best layout under one budget, by looking at neighbours: one worker more, one fewer, one flipped. Pure.
 
-    1 from the start given, take away until the budget holds: each time the worker whose loss costs least goodput per dollar
+    1 from the start given, take away until the budget holds: all pools in proportion while it is MUCH over, then each time the
+      worker whose loss costs least goodput per dollar
     2 while calls miss their targets, take the neighbour that gains most per dollar; a flip costs nothing
     3 while they do not, take away what costs nothing that matters
 
@@ -22,6 +23,7 @@ from router.controller.settings import Budget
 ENOUGH = 0.005  # of the weighted calls that may miss beyond what percentiles allow, before more is paid for
 GAIN = 0.01  # of them, that a flip must gain where both pools are short: less is within the model's error
 LEAST_GAIN = 0.1  # of what the workers there gain on average: where one more brings less, size is not what is missing
+MUCH = 16  # workers beyond a budget: few enough to be looked at one by one, each twice, on the event loop
 MAX_MOVES = 4_096  # more than any search takes: each move adds or takes one worker
 
 
@@ -38,7 +40,7 @@ class Search:
     _values: dict[Layout, float] = field(default_factory=dict)
 
     def best(self, start: Layout) -> Layout:
-        layout = self._within_budget(self._bounded(start))
+        layout = self._within_budget(self._scaled(self._bounded(start)))
         for _ in range(MAX_MOVES):
             better = self._better(layout)
             if better is None:
@@ -86,6 +88,22 @@ class Search:
             (other, self._usd(role)) for role, other in self._removals(layout, self.least) if self.value(other) >= least
         ]
         return max(fewer, key=lambda move: (move[1], self.value(move[0])), default=(None, 0.0))[0]
+
+    def _scaled(self, layout: Layout) -> Layout:
+        """MUCH beyond the budget at most: what is more than pools must have goes down in proportion."""
+        if self.budget.max_gpus is None:
+            return layout
+        allowed = self.budget.max_gpus + MUCH * max(self._gpus(Layout().plus(role)) for role in Role)
+        must = Layout()
+        for role, num in layout:
+            must = must.plus(role, min(num, max(self.floor.of(role), bounds_of(self.budget, role).min_workers)))
+        beyond = self._gpus(layout) - self._gpus(must)
+        share = max(0, allowed - self._gpus(must)) / beyond if beyond else 1.0
+        if share >= 1:
+            return layout
+        for role, num in layout:
+            must = must.plus(role, int(share * (num - must.of(role))))
+        return must
 
     def _within_budget(self, layout: Layout) -> Layout:
         while self.budget.max_gpus is not None and self._gpus(layout) > self.budget.max_gpus:

@@ -29,6 +29,10 @@ from router.controller.decisions import Input
 BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md), and what 30 s of 10 calls/s vary by
 MAX_BUSY = 0.92  # of a pool: however well queues behave on paper, an hour's bursts and long tails need something
 
+# What one look may want where no budget is known: more than any load asks for within a tick, and the next look may want as much
+# again. A rate of 1e6 calls/s (traffic.py, MAX_RATE) would otherwise be tens of thousands of workers to look at one by one
+MOST_TIMES, MOST_MORE = 4, 64
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -103,7 +107,7 @@ class Sizing:
             least = least.plus(role, max(int(self._calls), full, enough))
             start = start.plus(role, max(size, least.of(role)))
         scene = Scene(self._kinds, load, self._waiting_tokens())
-        budget = replace(self._facts.budget, max_gpus=self._max_gpus())
+        budget = replace(self._facts.budget, max_gpus=self._most_gpus())
         floor = Layout() if self._is_mixed or not self._calls else self._one_each()
         return Search(self._evaluator, scene, budget, self._roles, least, floor).best(start)
 
@@ -161,6 +165,14 @@ class Sizing:
         if self._facts.spare_gpus is not None:
             limits.append(self._there.num_gpus + max(0, self._facts.spare_gpus))
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def _most_gpus(self) -> int:
+        """That a look may want: a limit where none is known, so that a rate that cannot be costs a look no more than others."""
+        limit = self._max_gpus()
+        return limit if limit is not None else MOST_TIMES * self._there.num_gpus + MOST_MORE * self._largest_gpus()
+
+    def _largest_gpus(self) -> int:
+        return max((kind.num_gpus for kind in self._kinds.values()), default=1)
 
     # -- for the operator ----------------------------------------------------------------------------------------------
 

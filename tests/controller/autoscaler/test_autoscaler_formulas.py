@@ -11,14 +11,15 @@ import pytest
 from baton.request import Role
 from baton.slo import SLO
 from router.controller.autoscaler import need
+from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.layouts import Layout
 from router.controller.autoscaler.need import Kind
-from router.controller.autoscaler.outlook import Analytic, Evaluator, Outlook, Scene
+from router.controller.autoscaler.outlook import Analytic, Evaluator, Outlook, Scene, _late
 from router.controller.autoscaler.search import Search
-from router.controller.autoscaler.traffic import ClassLoad, Load, loads_of, sizing
+from router.controller.autoscaler.traffic import MAX_RATE, ClassLoad, Load, loads_of, sizing
 from router.controller.settings import Budget, PoolBounds
 from router.controller.step_model import StepWork
-from tests.controller.autoscaler.fleets import AT_LEAST_ONE, CHAT, MOST, TERMS, TO_ZERO, chat
+from tests.controller.autoscaler.fleets import AT_LEAST_ONE, CHAT, MOST, TERMS, TO_ZERO, chat, facts, fleet
 
 KINDS = {role: Kind(role, TERMS, MOST, 200_000, shape="h100") for role in Role}
 PAIR = (Role.PREFILL, Role.DECODE)
@@ -114,6 +115,55 @@ def test_urgent_calls_do_not_wait_for_background_ones() -> None:
 
 def search(of: Load, budget: Budget = AT_LEAST_ONE, roles: tuple[Role, ...] = PAIR) -> Search:
     return Search(Analytic(), Scene(KINDS, of), budget, roles, Layout(), Layout())
+
+
+def test_who_waits_is_erlang_s_c_however_large_the_pool() -> None:
+    def by_recursion(num: int, busy: float) -> float:
+        blocked = 1.0
+        for k in range(1, num + 1):
+            blocked = busy * blocked / (k + busy * blocked)
+        return blocked / (1 - (busy / num) * (1 - blocked))
+
+    for num, busy in [(1, 0.5), (2, 1.9), (40, 1e-3), (40, 39.9), (300, 150.0), (3_000, 2_950.0)]:
+        assert _late(num, busy, 0.0) == pytest.approx(by_recursion(num, busy), rel=1e-9, abs=1e-29)
+    num = 10**8  # Halfin and Whitt 1981, with beta = 1; one by one it would take a minute
+    cdf, pdf = 0.5 * math.erfc(-1 / math.sqrt(2)), math.exp(-0.5) / math.sqrt(2 * math.pi)
+    assert _late(num, num - math.sqrt(num), 0.0) == pytest.approx(1 / (1 + cdf / pdf), rel=1e-3)
+
+
+@pytest.mark.parametrize("max_gpus", [None, 0, 64, 1_000])
+@pytest.mark.parametrize("prompt", [1_000.0, 1e7])
+def test_a_rate_that_cannot_be_costs_a_look_a_bounded_number_of_evaluations(
+    max_gpus: int | None, prompt: float
+) -> None:
+    class Counted(Analytic):
+        num_asked = 0
+
+        def outlook(self, layout: Layout, scene: Scene) -> Outlook:
+            self.num_asked += 1
+            assert self.num_asked < 3_000, "it has no end"
+            return super().outlook(layout, scene)
+
+    evaluator = Counted()
+    scaler = Autoscaler(evaluator=evaluator)
+    scaler.look(facts(fleet(2, 2), chat(MAX_RATE, prompt), budget=Budget(max_gpus, PoolBounds(1), PoolBounds(1))))
+    size = scaler.wanted.prefill + scaler.wanted.decode
+    assert size == max(2, max_gpus) if max_gpus is not None else 4 < size <= 4 * 4 + 64
+
+
+def test_a_start_far_beyond_its_budget_goes_down_in_proportion_but_never_below_what_pools_must_have() -> None:
+    seen: list[Layout] = []
+
+    class Seen(Analytic):
+        def outlook(self, layout: Layout, scene: Scene) -> Outlook:
+            seen.append(layout)
+            return super().outlook(layout, scene)
+
+    budget = Budget(60, PoolBounds(40), PoolBounds(1))
+    found = Search(Seen(), Scene(KINDS, load(1e4)), budget, PAIR, Layout(), Layout(1, 1)).best(Layout(100, 10**6))
+    assert found.prefill >= 40
+    assert found.prefill + found.decode == 60
+    assert max(num.prefill + num.decode for num in seen) <= 60 + 16
 
 
 @pytest.mark.parametrize("rate", [5.0, 50.0, 150.0, 400.0])
