@@ -17,7 +17,7 @@ from engine.emulated_model import EmulatedModel, emulated_model
 from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, Tuning, WorkerFacts
 from router.controller.autoscaler.gather import Surroundings, gather, learned, load_of
 from router.controller.controller import Controller, tuning_of
-from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, Member
+from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, AfterDrain, Member
 from router.controller.measures import roofline_of
 from router.controller.pool_scaler import PoolScaler
 from router.controller.step_model import Terms
@@ -105,6 +105,8 @@ class LiveFacts:
         return found
 
     def _worker(self, member: Member, view: WorkerView | None, state: State, now_s: float) -> WorkerFacts:
+        """Nobody notes when a report came, so its load is dated now: it is at most as old as a Session may be silent, since one
+        that is silent for longer is lost, and its view with it."""
         blueprint = self._blueprints[member.role]
         most = tuning_of(view.opened.most) if view and view.opened.HasField("most") else blueprint.most
         return WorkerFacts(
@@ -118,6 +120,9 @@ class LiveFacts:
             tuning=tuning_of(view.load) if view and view.load.max_num_seqs else member.tuning or most,
             most=most,
             load=load_of(view.load, now_s, view.opened.block_size) if view else None,
+            serves=not member.draining,
+            leaves=not member.draining or member.after_drain is not AfterDrain.STAY,
+            stands_by=member.after_drain is AfterDrain.STANDBY,
         )
 
     def _surroundings(self) -> Surroundings:

@@ -65,7 +65,7 @@ class Autoscaler:
                 self._patience.forget(role)
             return []
         facts = sound(facts)
-        there = census(facts, self._patience.in_state_s, max(self._times.start_up_s, self._times.tick_s))
+        there = census(facts, self._patience.in_state_s, self._times)
         self._roles = roles_of(facts, self._roles)
         loads = loads_of(facts.classes, self._last)
         self._last.update((load.slo.name, load) for load in loads)
@@ -103,7 +103,7 @@ class Autoscaler:
         if there.ready != layout:
             self._settled = (there.ready, self._patience.now_s)
             return False
-        is_all = there.ready == there.layout and not there.draining
+        is_all = there.ready == there.layout and not there.leaving
         enough = all(num >= self.wanted.of(role) for role, num in there.ready)
         if not (is_all and enough):
             self._settled = (layout, self._patience.now_s)

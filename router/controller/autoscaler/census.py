@@ -1,8 +1,9 @@
 """Who is there, counted as sizes go. Pure.
 
 PENDING ones count as there already, so nobody is asked for twice, and FAILED ones as somebody brings them back; but not once they
-are late, so that others are asked for; and then stuck. FLIPPING ones count in the role they will have. Who drains or stands by
-does no work, but has its GPUs, as whoever is late may.
+are late, so that others are asked for; and then stuck. FLIPPING ones count in the role they will have. Who drains or stands by,
+or did before it was lost, does no work, but has its GPUs, as whoever is late may. Whom an operator looks after is nobody's to
+take back, to end or to wait for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from baton.request import Role
 from router.controller.autoscaler.facts import FleetFacts, State, WorkerFacts
 from router.controller.autoscaler.layouts import Layout
+from router.controller.autoscaler.scaler import Times
 
 LATE, STUCK = (
     1.5,
@@ -24,10 +26,15 @@ _COUNTED = (State.READY, State.PENDING, State.FLIPPING, State.FAILED)
 @dataclass(frozen=True, slots=True)
 class Census:
     counted: tuple[WorkerFacts, ...]  # towards their pools
-    late: tuple[WorkerFacts, ...]  # not up, or back, when they should have been
+    late: tuple[WorkerFacts, ...]  # not up, or back, when they should have been, or to do no work then
     stuck: tuple[WorkerFacts, ...]  # nor when nobody waits any longer
     standbys: tuple[WorkerFacts, ...]
     draining: tuple[WorkerFacts, ...]
+
+    @property
+    def leaving(self) -> list[WorkerFacts]:
+        """Who drains for good, or to stand by."""
+        return [worker for worker in self.draining if worker.leaves]
 
     @property
     def layout(self) -> Layout:
@@ -56,20 +63,30 @@ def _layout(workers: Iterable[WorkerFacts]) -> Layout:
     return layout
 
 
-def census(facts: FleetFacts, in_state_s: Callable[[WorkerFacts], float], start_up_s: float) -> Census:
+def census(facts: FleetFacts, in_state_s: Callable[[WorkerFacts], float], times: Times) -> Census:
     """`in_state_s`: for how long a worker has been what it is."""
 
-    def start_ups(worker: WorkerFacts) -> float:
-        """That a worker is on its way, or away."""
-        return in_state_s(worker) / start_up_s if worker.state in (State.PENDING, State.FAILED) else 0.0
+    start_up_s = max(times.start_up_s, times.tick_s)
+    patience_s = {
+        State.PENDING: STUCK * start_up_s,
+        State.FAILED: max(STUCK * start_up_s, times.bring_back_s),
+    }
+
+    def is_counted(worker: WorkerFacts) -> bool:
+        if worker.state in patience_s:
+            return worker.serves and in_state_s(worker) <= LATE * start_up_s
+        return worker.state in _COUNTED
+
+    def is_stuck(worker: WorkerFacts) -> bool:
+        return worker.leaves and worker.state in patience_s and in_state_s(worker) > patience_s[worker.state]
 
     def those(state: State) -> tuple[WorkerFacts, ...]:
         return tuple(worker for worker in facts.workers if worker.state is state)
 
     return Census(
-        counted=tuple(w for w in facts.workers if w.state in _COUNTED and start_ups(w) <= LATE),
-        late=tuple(w for w in facts.workers if LATE < start_ups(w) <= STUCK),
-        stuck=tuple(w for w in facts.workers if start_ups(w) > STUCK),
+        counted=tuple(w for w in facts.workers if is_counted(w)),
+        late=tuple(w for w in facts.workers if w.state in patience_s and not is_counted(w) and not is_stuck(w)),
+        stuck=tuple(w for w in facts.workers if is_stuck(w)),
         standbys=those(State.STANDBY),
         draining=those(State.DRAINING),
     )

@@ -53,6 +53,9 @@ class WorkerFacts:
     tuning: Tuning
     most: Tuning  # what it was started with
     load: WorkerLoad | None = None  # None: it has said nothing yet
+    serves: bool = True  # of one that is not up, or away: once it is; False: it is to drain, or to stand by
+    leaves: bool = True  # of one that drains, or is to; False: an operator looks after it, and alone takes it back
+    stands_by: bool = False  # of one that drains, or is to: what it becomes then
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ class Levers:
     # -- 1, 2 ----------------------------------------------------------------------------------------------------------
 
     def _give_up(self) -> Iterator[Proposal]:
+        self._patience.failed_starts(self._there.stuck)
         for worker in self._there.stuck:
             self._leave(worker)
-            self._patience.failed_start(worker.role)
             since_s = self._patience.in_state_s(worker)
             yield Proposal(
                 GiveUp(worker.worker_id),
@@ -60,7 +60,7 @@ class Levers:
 
     def _obey_budget(self) -> Iterator[Proposal]:
         max_gpus = self._facts.budget.max_gpus
-        leaving = sum(worker.num_gpus for worker in self._there.draining)
+        leaving = sum(worker.num_gpus for worker in self._there.leaving)
         for worker in self._in(State.STANDBY):
             if max_gpus is not None and self._num_gpus - leaving > max_gpus:
                 self._leave(worker)
@@ -93,7 +93,7 @@ class Levers:
                 yield from self._make_room(role)
 
     def _undrain(self, role: Role) -> Proposal | None:
-        worker = next((worker for worker in self._in(State.DRAINING) if worker.role is role), None)
+        worker = next((w for w in self._in(State.DRAINING) if w.role is role and w.leaves), None)
         if worker is None:
             return None
         return self._take(worker, Undrain(worker.worker_id), role, "it was to leave and is wanted after all")
@@ -129,7 +129,7 @@ class Levers:
         blueprint, max_gpus = blueprint_of(self._facts, role), self._sizes.max_gpus
         if blueprint is None or max_gpus is None or self._num_gpus + blueprint.num_gpus <= max_gpus:
             return
-        if any(worker.state is State.DRAINING for worker in self._facts.workers):
+        if self._there.leaving:
             return  # room is being made
         for giver in self._givers(role):
             worker = self._least_busy(giver)
@@ -157,16 +157,18 @@ class Levers:
     # -- 4 -------------------------------------------------------------------------------------------------------------
 
     def _shrink(self) -> Iterator[Proposal]:
+        num_standbys = sum(w.state is State.STANDBY or w.stands_by for w in self._free.values())  # also those to come
         for role, wanted in self._sizes.wanted:
             enough = self._patience.enough(role)
             if enough is None or self._have.of(role) <= max(enough, wanted):
                 continue
-            if any(worker.role is role for worker in self._there.draining):
+            if any(worker.role is role for worker in self._there.leaving):
                 continue  # one at a time
             worker = self._least_busy(role)
             if worker is not None and (worker.state in _NOT_UP or self._num_ready(role) > max(enough, wanted)):
                 self._patience.shrank(role)
-                keep = len(self._there.standbys) < self._max_standbys
+                keep = num_standbys < self._max_standbys
+                num_standbys += keep and worker.state not in _NOT_UP
                 yield self._end(worker, f"{max(enough, wanted)} were enough for long: {self._why(role)}", keep)
 
     def _end_standbys(self) -> Iterator[Proposal]:

@@ -47,6 +47,7 @@ class Patience:
         self._clock_s: float | None = None  # the caller's, at the last look
         self._pools = {role: _Pool() for role in Role}
         self._states: dict[str, tuple[State, Role, float]] = {}  # by worker: what it is, and since when
+        self._failed_starts: set[str] = set()  # workers that are pending still, and were counted
 
     def measured(self, times: Times) -> None:
         """From now on these hold."""
@@ -69,6 +70,7 @@ class Patience:
             is_same = known is not None and known[:2] == (worker.state, worker.role)
             since_s = known[2] if known is not None and is_same else self.now_s
             self._states[worker.worker_id] = (worker.state, worker.role, since_s)
+        self._failed_starts &= {name for name, (state, _, _) in self._states.items() if state is State.PENDING}
 
     def in_state_s(self, worker: WorkerFacts) -> float:
         """For how long the worker has been what it is, as far as was seen."""
@@ -121,9 +123,14 @@ class Patience:
     def gave(self, giver: Role, taker: Role) -> None:
         self._pools[giver].gave_s = self._pools[taker].took_s = self.now_s
 
-    def failed_start(self, role: Role) -> None:
-        self._pools[role].num_failed_starts += 1
-        self._pools[role].failed_s = self.now_s
+    def failed_starts(self, stuck: Iterable[WorkerFacts]) -> None:
+        """Of those that nobody waits for any longer. Each start counts once, whether or not the worker is given up, and those
+        that failed together count as one: so does what they failed of. Who was up and is lost is no start that failed."""
+        new = [w for w in stuck if w.state is State.PENDING and w.worker_id not in self._failed_starts]
+        self._failed_starts |= {worker.worker_id for worker in new}
+        for role in {worker.role for worker in new}:
+            self._pools[role].num_failed_starts += 1
+            self._pools[role].failed_s = self.now_s
 
     def may_create(self, role: Role) -> bool:
         pool = self._pools[role]

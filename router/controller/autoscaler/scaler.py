@@ -19,6 +19,9 @@ class Times:
     flip_s: float = 1.0  # once idle
     dwell_s: float = 60.0  # between flips, at least
     shrink_after_s: float = 300.0  # that a smaller size must have been enough
+    # That machines need to bring a lost worker back, at most: they retry each 15 s (ray_fleet.py, _REVIVE_S), and a start may
+    # take controller.worker_start_timeout_s = 120 s
+    bring_back_s: float = 135.0
 
 
 class Scaler(Protocol):

@@ -8,9 +8,10 @@ import pytest
 
 from baton.request import Role
 from baton.slo import SLO
-from router.controller.autoscaler.acts import Create, Drain, Flip, GiveUp, Undrain, Wake
+from router.controller.autoscaler.acts import Create, Drain, Flip, GiveUp, Proposal, Undrain, Wake
 from router.controller.autoscaler.autoscaler import Autoscaler, Times
-from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, WorkerLoad
+from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, WorkerFacts, WorkerLoad
+from router.controller.autoscaler.patience import BACKOFF_S
 from router.controller.settings import Budget, PoolBounds
 from tests.controller.autoscaler.fleets import AT_LEAST_ONE, MOST, TO_ZERO, chat, facts, fleet, worker
 from tests.controller.autoscaler.fluid import Fluid
@@ -219,3 +220,131 @@ def test_an_old_load_report_does_not_hold_a_pool_up() -> None:
     fluid = Fluid(Autoscaler(TIMES), fleet(1, 3), lambda _: [chat(5.0)], change=told, budget=AT_LEAST_ONE)
     fluid.run(60)
     assert fluid.ready(Role.DECODE) == 1
+
+
+# -- machines that are away, and whom operators look after -------------------------------------------------------------
+
+QUICK = Times(start_up_s=10.0)  # a start-up of small emulated workers: three of them are less than an outage
+HEAVY = chat(200.0, 100.0, 400.0)  # keeps two decode workers busy, so it wants three
+EIGHT = PoolBounds(8)
+
+
+class Outage(Fluid):
+    """Machines are away until `back_s`: nothing starts, and nobody is given up; then they bring back who was lost, within 30 s
+    of which they know."""
+
+    back_s = 60.0
+    brings_back = True
+
+    def _carry_out(self, proposal: Proposal) -> None:
+        if self.now_s >= self.back_s or not isinstance(proposal.act, Create):
+            super()._carry_out(proposal)
+
+    def _later(self, of: WorkerFacts) -> WorkerFacts | None:
+        if of.state is State.FAILED and self.brings_back and self.now_s >= self.back_s + 30.0:
+            return replace(of, state=State.READY, since_s=self.now_s)
+        return super()._later(of)
+
+
+def lost(num: int) -> tuple[WorkerFacts, ...]:
+    return tuple(replace(w, state=State.FAILED) for w in fleet(0, num))
+
+
+def test_eight_that_an_outage_of_a_minute_took_come_back_with_the_machines_and_are_not_given_up() -> None:
+    fluid = Outage(Autoscaler(QUICK), (*fleet(1), *lost(8)), lambda _: [HEAVY], Budget(9, PoolBounds(1), EIGHT), QUICK)
+    fluid.run(12)
+    assert not fluid.counts()["GiveUp"]
+    assert fluid.ready(Role.DECODE) == 8
+
+
+def test_eight_that_do_not_come_back_are_asked_for_again_at_once_when_nobody_waits_for_them_any_longer() -> None:
+    fluid = Outage(Autoscaler(QUICK), (*fleet(1), *lost(8)), lambda _: [HEAVY], Budget(9, PoolBounds(1), EIGHT), QUICK)
+    fluid.brings_back = False
+    fluid.run(20)
+    [given_up_s] = set(fluid.times_of(GiveUp))
+    assert QUICK.bring_back_s < given_up_s <= QUICK.bring_back_s + 2 * QUICK.tick_s
+    assert fluid.times_of(Create) == [given_up_s] * 8
+    assert fluid.ready(Role.DECODE) == 8
+
+
+def test_starts_that_failed_together_count_as_one() -> None:
+    pending = tuple(worker(f"late-{n}", Role.DECODE, State.PENDING) for n in range(8))
+    fluid = Fluid(Autoscaler(QUICK), (*fleet(1), *pending), lambda _: [HEAVY], Budget(9, PoolBounds(1), EIGHT), QUICK)
+    fluid._later = lambda of: of  # type: ignore[method-assign]
+    fluid.run(12)
+    assert fluid.times_of(GiveUp) == [fluid.times_of(GiveUp)[0]] * 8
+    assert fluid.times_of(Create)[0] == fluid.times_of(GiveUp)[0] + BACKOFF_S
+
+
+@pytest.mark.parametrize("num_looks", [5, 30])
+def test_a_start_that_is_not_given_up_although_it_should_be_counts_once(num_looks: int) -> None:
+    scaler, stuck = Autoscaler(QUICK), worker("late", Role.DECODE, State.PENDING)
+    created = []
+    for tick in range(4 + num_looks):  # nothing is carried out
+        proposals = scaler.look(facts((*fleet(1), stuck), HEAVY, now_s=10.0 * tick))
+        assert tick < 4 or GiveUp("late") in [proposal.act for proposal in proposals]
+        created.append(any(isinstance(proposal.act, Create) for proposal in proposals))
+    assert created[4:] == [tick * 10.0 >= BACKOFF_S for tick in range(num_looks)]
+
+
+def test_a_worker_that_an_operator_looks_after_is_neither_taken_back_nor_counted_nor_given_up() -> None:
+    kept = replace(worker("kept", Role.PREFILL, State.DRAINING), leaves=False)
+    [proposal] = Autoscaler(TIMES).look(facts((*fleet(1, 2), kept), chat(75.0)))
+    assert isinstance(proposal.act, Create)
+    away = replace(kept, state=State.FAILED, serves=False)
+    fluid = Fluid(Autoscaler(TIMES), (*fleet(1, 2), away), lambda _: [chat(75.0)])
+    fluid.run(60)
+    assert fluid.times_of(Create) == [10.0]
+    assert "kept" in {w.worker_id for w in fluid.workers}
+
+
+def test_a_worker_that_an_operator_looks_after_is_no_reason_to_wait_for_it_to_leave() -> None:
+    kept = replace(worker("kept", Role.DECODE, State.DRAINING), leaves=False)
+
+    class Kept(Fluid):
+        def _later(self, of: WorkerFacts) -> WorkerFacts | None:
+            return of if of.worker_id == "kept" else super()._later(of)
+
+    shrinks = Kept(Autoscaler(TIMES), (*fleet(2, 3), kept), lambda _: [chat(5.0)])
+    shrinks.run(60)
+    assert (shrinks.ready(Role.PREFILL), shrinks.ready(Role.DECODE)) == (1, 1)
+    obeys = Kept(
+        Autoscaler(TIMES), (*fleet(1, 3), kept), lambda _: [chat(5.0)], Budget(4, PoolBounds(1), PoolBounds(1))
+    )
+    obeys.run(1)
+    assert obeys.counts() == {"Drain": 1}
+    h200 = tuple(replace(w, shape="h200") for w in fleet(0, 5))
+    makes_room = Kept(
+        Autoscaler(TIMES),
+        (*fleet(1, 0), *h200, kept),
+        lambda _: [chat(100.0, 1_000.0, 4.0)],
+        Budget(7, PoolBounds(1), PoolBounds(1)),
+    )
+    makes_room.run(30)
+    assert makes_room.ready(Role.PREFILL) > 1
+
+
+def test_who_was_lost_while_it_stood_by_or_drained_is_no_worker_of_its_pool() -> None:
+    away = replace(worker("away", Role.PREFILL, State.FAILED), serves=False, stands_by=True)
+    proposals = Autoscaler(TIMES).look(facts((*fleet(1, 2), away), chat(75.0)))
+    assert [type(proposal.act) for proposal in proposals] == [Create]
+    full = Autoscaler(TIMES).look(
+        facts((*fleet(1, 2), away), chat(75.0), budget=Budget(4, PoolBounds(1), PoolBounds(1)))
+    )
+    assert not [p for p in full if isinstance(p.act, Create)]  # it has its GPUs
+
+
+def test_no_more_workers_are_kept_warm_than_wanted_while_others_are_on_their_way_to_it() -> None:
+    going = replace(worker("going", Role.DECODE, State.DRAINING), stands_by=True)
+
+    class Slow(Fluid):
+        def _later(self, of: WorkerFacts) -> WorkerFacts | None:
+            return of if of.state is State.DRAINING else super()._later(of)
+
+    fluid = Slow(Autoscaler(TIMES, max_standbys=1), (*fleet(3, 1), going), lambda _: [chat(5.0)])
+    fluid.run(40)
+    assert [p.act for _, p in fluid.acts] == [Drain("prefill-0", keep_standby=False)]
+    both = Slow(Autoscaler(TIMES, max_standbys=1), fleet(2, 2), lambda _: [chat(5.0)])
+    both.run(40)
+    drains = [p.act for _, p in both.acts if isinstance(p.act, Drain)]
+    assert [drain.keep_standby for drain in drains] == [True, False]
