@@ -161,10 +161,10 @@ class Controller:
             InvalidRequest: it is being ended.
             Unavailable: it is wanted, but the worker is away or does not answer; it is told as soon as it does.
         """
-        if not draining:
-            self._check_stays(worker_id)
-            self._undrained.add(worker_id)
+        self._check_stays(worker_id)
         member = self.fleet.want_draining(worker_id, draining, after)
+        if not draining:
+            self._undrained.add(worker_id)
         log.info("worker_draining", worker=worker_id, draining=draining, after=str(after))
         self._wake()
         await self._order(

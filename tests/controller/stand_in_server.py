@@ -43,6 +43,7 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
             max_num_batched_tokens=engine.max_num_batched_tokens,
             chunk_tokens=engine.chunk_tokens,
         )
+        self.heard_tunes: list[worker_pb2.Tune] = []
         self.is_deaf = False  # answers heartbeats, obeys nothing
         self._wants_drain = False
         self._stopping = threading.Event()
@@ -91,6 +92,8 @@ class StandInServer(worker_pb2_grpc.WorkerServicer):
 
     def _answer(self, request: worker_pb2.SessionRequest) -> worker_pb2.SessionEvent:
         kind = request.WhichOneof("message")
+        if kind == "tune":
+            self.heard_tunes.append(request.tune)
         if self.is_deaf and kind in ("set_role", "tune", "drain"):
             return worker_pb2.SessionEvent(load=self._load)
         if kind == "open":

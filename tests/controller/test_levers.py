@@ -12,7 +12,7 @@ from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.request import Role
 from baton.v1 import control_pb2
 from router.controller import controller as controller_module
-from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, Undrain, Wake
+from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, Tune, Undrain, Wake
 from router.controller.autoscaler.facts import Tuning
 from router.controller.fleet_state import DRAINING, READY, STANDBY, STARTING
 from router.controller.levers import Waits
@@ -145,6 +145,18 @@ async def test_a_standby_that_does_not_heed_its_wake_in_time_is_told_again(rig: 
     await rig.until(lambda: not worker.draining)
 
 
+@pytest.mark.usefixtures("short_orders")
+async def test_a_worker_that_does_not_heed_its_tuning_in_time_is_told_to_keep_what_it_had(rig: Rig) -> None:
+    worker = await rig.worker("decode-0")
+    worker.is_deaf = True
+    before = worker.heard_tunes[:]
+    with pytest.raises(Unavailable):
+        await rig.orders.carry_out(Tune("decode-0", SMALL), ANN)
+    await rig.until(lambda: len(worker.heard_tunes) == len(before) + 2)
+    assert [tune.max_num_seqs for tune in worker.heard_tunes[-2:]] == [SMALL.max_num_seqs, worker._load.max_num_seqs]
+    assert rig.controller.fleet.get("decode-0").tuning is None
+
+
 async def test_role_and_tuning_are_told_again_where_reports_do_not_show_them(rig: Rig) -> None:
     worker = await rig.worker("decode-0")
     rig.controller.fleet.want_role("decode-0", Role.PREFILL)
@@ -224,8 +236,9 @@ async def test_an_end_under_way_is_not_taken_back_and_goes_on_where_machines_do_
     for act in (Undrain("decode-0"), Wake("decode-0", Role.DECODE), Flip("decode-0", Role.BOTH), Drain("decode-0")):
         with pytest.raises(InvalidRequest, match="is being ended"):
             await rig.orders.carry_out(act, ANN)
-    with pytest.raises(InvalidRequest, match="is being ended"):
-        await rig.controller.drain("decode-0", False)
+    for draining in (True, False):
+        with pytest.raises(InvalidRequest, match="is being ended"):
+            await rig.controller.drain("decode-0", draining)
     assert worker.draining
     assert await rig.orders.scale(Role.DECODE, 2, ANN) == ["create decode-2"], "it does not come back for that either"
     is_away = False
