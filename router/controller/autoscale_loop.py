@@ -1,6 +1,6 @@
 """The live control loop: looks at the fleet each tick, asks the Scaler, and acts as far as mode, budget and lease allow.
 
-    each LOOK_S    do what had to wait (levers.settle), measure starts and flips, keep the lease
+    each LOOK_S    do what had to wait (levers.settle), measure starts, keep the lease
     each tick_s    facts -> Scaler -> proposals; also at once when targets, mode or budget change
 
     auto       each proposal is carried out, in order; one that is refused says so and the rest goes on

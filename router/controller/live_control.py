@@ -18,7 +18,7 @@ from router.controller.live_facts import LiveFacts, gpus_per_worker
 from router.controller.live_times import LiveTimes
 from router.controller.planner import Planner, planner_of
 from router.controller.pool_orders import PoolOrders
-from router.controller.ray_fleet import RayFleet
+from router.controller.ray_fleet import REVIVE_S, RayFleet
 from router.series import Registry
 
 
@@ -67,4 +67,11 @@ def times_of(cluster: ClusterConfig) -> Times:
     """As configured, until some were measured."""
     config = cluster.controller
     start_up_s = Times().start_up_s * cluster.emulation.time_scale + cluster.emulation.start_s
-    return Times(config.tick_s, start_up_s, cluster.emulation.flip_s, config.dwell_s, config.shrink_after_s)
+    return Times(
+        config.tick_s,
+        start_up_s,
+        cluster.emulation.flip_s,
+        config.dwell_s,
+        config.shrink_after_s,
+        bring_back_s=REVIVE_S + config.worker_start_timeout_s,
+    )

@@ -34,7 +34,7 @@ from router.controller.pools import Placement, RayPools
 log = get_log("controller.ray")
 
 LOGS_DIR = "logs"  # in the run folder
-_REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
+REVIVE_S = 15.0  # longer than Ray's own restart of a killed actor (1-9 s), so that the two do not race
 _MAX_STARTS = 32  # at once; more wait for their turn. A host holds far fewer workers
 _MAX_CALLS = 8  # of the short ones: a kill takes 3 s at most
 _ASK_S = 5.0  # Ray answers in milliseconds; a worker that is asked to stop has 3 s
@@ -105,7 +105,7 @@ class RayFleet:
                 for member in self._controller.fleet.members():
                     if _is_lost(member):
                         self._begin(member)
-            await asyncio.sleep(_REVIVE_S)
+            await asyncio.sleep(REVIVE_S)
 
     async def stop(self) -> None:
         """End all workers. What is asked for from now on is refused."""
@@ -165,10 +165,10 @@ class RayFleet:
         except BatonError:
             raise
         except ConnectionError as error:
-            raise Unavailable(str(error), retry_after_s=_REVIVE_S) from error
+            raise Unavailable(str(error), retry_after_s=REVIVE_S) from error
         except Exception as error:  # the RPC boundary: errors of Ray are of many classes, RuntimeError among them
             log.exception("ray_raised", what=what)
-            raise Unavailable(f"Ray failed: {error or type(error).__name__}", retry_after_s=_REVIVE_S) from error
+            raise Unavailable(f"Ray failed: {error or type(error).__name__}", retry_after_s=REVIVE_S) from error
 
     # -- PoolScaler --------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class RayFleet:
                 f"no {shape!r} here; {role.name.lower()} workers are {self.shape_of(role)!r}", field="shape"
             )
         if not await self._num_spare():
-            raise Unavailable("this machine has no room for one more worker", retry_after_s=_REVIVE_S, field="shape")
+            raise Unavailable("this machine has no room for one more worker", retry_after_s=REVIVE_S, field="shape")
         worker_id = self._controller.fleet.new_name(role)
         self._controller.expect(worker_id, role, shape, extra=True)
         self._begin(self._controller.fleet.get(worker_id))
@@ -223,7 +223,7 @@ class RayFleet:
         if self._is_stopping:
             raise Unavailable("the controller stops")
         if (pools := self._pools) is None:
-            raise Unavailable("Ray is away", retry_after_s=_REVIVE_S)
+            raise Unavailable("Ray is away", retry_after_s=REVIVE_S)
         if (asked := self._open.get(what)) is None:
             asked = self._open[what] = asyncio.create_task(self._ask(self._calls, what, lambda: call(pools)), name=what)
             asked.add_done_callback(lambda _: self._answered(what))
@@ -232,7 +232,7 @@ class RayFleet:
                 answer: Answer = await asyncio.shield(asked)
                 return answer
         except TimeoutError:
-            raise Unavailable(f"Ray did not answer within {_ASK_S:g} s", retry_after_s=_REVIVE_S) from None
+            raise Unavailable(f"Ray did not answer within {_ASK_S:g} s", retry_after_s=REVIVE_S) from None
 
     def _answered(self, what: str) -> None:
         asked = self._open.pop(what)

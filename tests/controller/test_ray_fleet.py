@@ -165,7 +165,7 @@ async def test_while_ray_hangs_nobody_waits_for_it_long_and_the_same_is_asked_on
 async def test_a_configured_worker_is_tried_again_and_one_that_was_asked_for_is_not(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
     ray = FakeRay()
     fleet = fleet_of(controller, ray, replace(CLUSTER, prefill=0, decode=1, controller=ControllerConfig()))
     running = asyncio.create_task(fleet.start_and_revive())
@@ -201,7 +201,7 @@ class RayOdd(Exception):
 async def test_whatever_ray_raises_is_unavailable_and_ends_neither_reviving_nor_stopping(
     controller: Controller, monkeypatch: pytest.MonkeyPatch, raised: Exception
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
     ray = FakeRay()
     fleet = fleet_of(controller, ray, replace(CLUSTER, prefill=0, decode=1, controller=ControllerConfig()))
     running = asyncio.create_task(fleet.start_and_revive())
@@ -221,7 +221,7 @@ async def test_whatever_ray_raises_is_unavailable_and_ends_neither_reviving_nor_
 async def test_ray_that_cannot_be_connected_to_is_asked_again(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
     ray, failures = FakeRay(), [RayOdd("no GCS"), ConnectionError("away"), RuntimeError("half")]
 
     def connect(_: ClusterConfig) -> FakeRay:
@@ -239,7 +239,7 @@ async def test_ray_that_cannot_be_connected_to_is_asked_again(
 async def test_a_lost_worker_is_brought_back_while_another_one_s_start_takes_long(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "_REVIVE_S", 0.01)
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
     ray = FakeRay()
     fleet = fleet_of(controller, ray, replace(CLUSTER, controller=ControllerConfig()))
     running = asyncio.create_task(fleet.start_and_revive())
