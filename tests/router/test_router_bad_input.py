@@ -194,7 +194,7 @@ async def test_length_is_judged_against_the_smaller_pool_and_the_message_says_th
     prefill = await StubWorker("p0", worker_pb2.ROLE_PREFILL, num_blocks=32).start()  # 512 tokens
     decode = await StubWorker("d0", worker_pb2.ROLE_DECODE, num_blocks=64).start()  # 1024; the context is 2048
     prefill.peers["d0"] = decode
-    async with running_rig(files, [prefill, decode]) as rig:
+    async with running_rig(files, [prefill, decode], local_prefill_tokens=0) as rig:
         replies = [await rig.post(TEXT, {"prompt": [5] * length, "max_tokens": 4}) for length in (511, 512, 513)]
         whole = await rig.post(TEXT, {"prompt": [5] * 500})
         info = await rig.stub.GetModelInfo(serving_pb2.GetModelInfoRequest())
