@@ -194,13 +194,14 @@ async def test_length_is_judged_against_the_smaller_pool_and_the_message_says_th
     prefill = await StubWorker("p0", worker_pb2.ROLE_PREFILL, num_blocks=32).start()  # 512 tokens
     decode = await StubWorker("d0", worker_pb2.ROLE_DECODE, num_blocks=64).start()  # 1024; the context is 2048
     prefill.peers["d0"] = decode
-    async with running_rig(files, [prefill, decode], local_prefill_tokens=0) as rig:
+    async with running_rig(files, [prefill, decode]) as rig:
         replies = [await rig.post(TEXT, {"prompt": [5] * length, "max_tokens": 4}) for length in (511, 512, 513)]
         whole = await rig.post(TEXT, {"prompt": [5] * 500})
         info = await rig.stub.GetModelInfo(serving_pb2.GetModelInfoRequest())
     assert [reply.status_code for reply in replies] == [200, 200, 400]
     assert "513" in replies[2].json()["error"]["message"]
     assert "the limit is 512" in replies[2].json()["error"]["message"]
+    assert whole.status_code == 200, whole.text
     assert len(decode.adopted) == 3
     assert whole.json()["usage"]["completion_tokens"] == 1024 - 500 + 1
     assert info.max_prompt_tokens == 512
