@@ -1,8 +1,8 @@
 """The agentic trace: coding agents' sessions, whose requests repeat most of the one before (kv-cache-tester, JSON lines, gzip).
 
-A session's requests keep their own times; sessions start `gap_s` apart, in the order of the file, where subagents are written in
-the middle of the session that asked for them. So rows must be sorted over the whole file: it is held in memory, ids as integers
-of 4 bytes and each block once, 60 MB in all.
+A session's requests keep their own times; sessions start `gap_s` apart, in the order of the file, where the records of one
+session may stand in the middle of another's. So rows must be sorted over the whole file: it is held in memory, ids as integers of
+4 bytes and each block once, 60 MB in all.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from bench.control.loads import Load
 from bench.control.oracle import Sizes
 from bench.control.rig import BOUNDS, CHAT, TIMES, deployment
 from bench.sim.call import Call
-from bench.sim.control import ControlledOutcome, Faults, run_controlled
+from bench.sim.control import ControlledOutcome, ControlledRun, Faults
 from bench.sim.control import Sizes as FleetSizes
 from bench.sim.deployment import Layout
 from bench.sim.simulation import Mix
@@ -23,7 +23,7 @@ from router.controller.settings import Budget, PoolBounds
 
 WINDOW_S = 60.0  # of calls, in which attainment is looked at after something happened
 BACK = 0.9  # of a window's calls within their targets: back to target
-SETTLED = 0.1  # from the oracle's size: the goal
+SETTLED = 0.1  # from the oracle's size: the goal, docs/control.md
 SETTLED_S = 600.0  # that it must stay so
 
 
@@ -85,9 +85,8 @@ def run(load: Load, scaler: Scaler, start: Sizes, seed: int, miss_gpu_s: float, 
     def note(call: Call) -> None:
         met.append((call.row.at_s, call.verdict is Verdict.MET))
 
-    outcome = run_controlled(
+    controlled = ControlledRun(
         deployment(Layout(*start), caches=load.caches),
-        load.rows(seed),
         Mix((CHAT,)),
         scaler,
         TIMES,
@@ -99,6 +98,7 @@ def run(load: Load, scaler: Scaler, start: Sizes, seed: int, miss_gpu_s: float, 
         bounds=BOUNDS,
         on_call=note,
     )
+    outcome = controlled.run(load.rows(seed))
     return Trial(_figures(outcome, miss_gpu_s), [_wanted(sizes) for sizes in outcome.timeline], sorted(met))
 
 

@@ -21,7 +21,7 @@ from router.controller.autoscaler.facts import State
 from router.controller.autoscaler.scaler import Scaler, Times
 from router.controller.settings import Budget
 
-__all__ = ["ControlledOutcome", "ControlledRun", "Decided", "Faults", "Kill", "Retarget", "Sizes", "run_controlled"]
+__all__ = ["ControlledOutcome", "ControlledRun", "Decided", "Faults", "Kill", "Retarget", "Sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,7 @@ class ControlledRun:
             self.simulation.at(change.at_s, _retargeter(self.simulation, change.slo))
 
     def run(self, rows: Iterable[TraceRow]) -> ControlledOutcome:
+        """Begin with the deployment's layout and let the Scaler go on from there."""
         self.simulation.run(rows)
         return self.outcome()
 
@@ -136,46 +137,6 @@ class ControlledRun:
         """By now."""
         log = self._controller.log
         return ControlledOutcome(self.simulation.outcome(), log.decisions, log.timeline, log.num_reversals)
-
-
-def run_controlled(
-    deployment: Deployment,
-    rows: Iterable[TraceRow],
-    mix: Mix,
-    scaler: Scaler,
-    times: Times,
-    budget: Budget,
-    seed: int = 0,
-    *,
-    delays: Delays | None = None,
-    faults: Faults | None = None,
-    retargets: Sequence[Retarget] = (),
-    machine_gpus: int | None = None,
-    warm_up_s: float = 0.0,
-    bounds: Bounds | None = BOUNDS,
-    fast: bool = True,
-    learns: bool = True,
-    on_call: Callable[[Call], None] | None = None,
-) -> ControlledOutcome:
-    """Begin with the deployment's layout and let `scaler` go on from there; options as ControlledRun."""
-    controlled = ControlledRun(
-        deployment,
-        mix,
-        scaler,
-        times,
-        budget,
-        seed,
-        delays=delays,
-        faults=faults,
-        retargets=retargets,
-        machine_gpus=machine_gpus,
-        warm_up_s=warm_up_s,
-        bounds=bounds,
-        fast=fast,
-        learns=learns,
-        on_call=on_call,
-    )
-    return controlled.run(rows)
 
 
 def delays_of(times: Times) -> Delays:

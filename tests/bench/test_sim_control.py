@@ -12,7 +12,7 @@ import pytest
 from baton.request import Role
 from baton.slo import SLO
 from bench.sim.arrivals import Constant, Rate, instants, synthetic
-from bench.sim.control import ControlledOutcome, Faults, Kill, Retarget, run_controlled
+from bench.sim.control import ControlledOutcome, ControlledRun, Faults, Kill, Retarget
 from bench.sim.delays import Delay, Delays
 from bench.sim.deployment import Deployment, Layout
 from bench.sim.simulation import Mix
@@ -87,9 +87,8 @@ def run(
     machine_gpus: int | None = None,
     shape: Deployment | None = None,
 ) -> ControlledOutcome:
-    return run_controlled(
+    controlled = ControlledRun(
         shape or deployment(layout),
-        rows,
         MIX,
         scaler,
         TIMES,
@@ -99,6 +98,7 @@ def run(
         retargets=retargets,
         machine_gpus=machine_gpus,
     )
+    return controlled.run(rows)
 
 
 def applied(outcome: ControlledOutcome) -> list[tuple[float, str]]:
