@@ -20,7 +20,7 @@ from bench.router_bench_load import PLACEHOLDER, Records, Seen
 
 HOST = "127.0.0.1"
 ANSWER_S = 60.0
-SCRAPE_S = 1.0  # Prometheus' usual interval is 15 s; the issue asks for one
+SCRAPE_S = 1.0  # Prometheus' usual interval is 15 s; each window is to hold a scrape
 STEP_S = 0.025  # of decode: 40 tokens/s for each stream
 SHORT_PROMPT = "Name one word that rhymes with time."
 
