@@ -37,6 +37,6 @@ clean:
 .venv/bin/python:
 	@echo "Creating .venv" && $(PYTHON) -m venv .venv
 .venv/installed: $(BUILD) | .venv/bin/python
-	@echo "Installing Baton and what it needs (torch and ray are large: some minutes)" && $(call INSTALL,.) && touch $@
+	@echo "Installing Baton and what it needs (torch and ray are large: some minutes)" && $(call INSTALL,.[worker]) && touch $@
 .venv/installed-test: $(BUILD) | .venv/bin/python
-	@echo "Installing Baton with its tests and tools (some minutes)" && $(call INSTALL,.[test$(,)dev]) && touch $@
+	@echo "Installing Baton with its tests and tools (some minutes)" && $(call INSTALL,.[worker$(,)test$(,)dev]) && touch $@

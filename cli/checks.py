@@ -3,6 +3,7 @@ to do."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 from pathlib import Path
@@ -18,6 +19,8 @@ from cli.ports import listener_pid
 from cli.processes import process_name
 from engine.emulated_model import emulated_model
 
+WORKER_PACKAGES = ("torch", "ucxx")  # of the extra "worker"
+
 _MIB = 1 << 20
 # Resident sizes measured on x86-64 Linux, 2 cores: Ray's head with raylet and agents 480 MiB, its node 200, controller 120,
 # router 140; a worker beyond its weights and KV (Python, torch, UCX, buffers of the weights' conversion) 600.
@@ -32,6 +35,7 @@ _UCX_SHM_BYTES = 20 * _MIB
 
 def check_all(config: ClusterConfig) -> ModelSpec:
     """Return what the model is. Raises: ConfigError: the first thing that would make the start fail."""
+    check_installed()
     for port, what, flag in (
         (config.router.http_port, "HTTP", "--http-port"),
         (config.router.grpc_port, "gRPC", "--grpc-port"),
@@ -45,6 +49,16 @@ def check_all(config: ClusterConfig) -> ModelSpec:
     check_memory(config, spec, available_memory_bytes())
     check_shared_memory(config, _free_bytes(Path("/dev/shm")))
     return spec
+
+
+def check_installed(packages: tuple[str, ...] = WORKER_PACKAGES) -> None:
+    """Raises: ConfigError: Baton is here without what its workers run on, as in an image of the control plane."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed: workers cannot run here; pip install 'baton[worker]'",
+            field="worker",
+        )
 
 
 def check_port(port: int, what: str, flag: str) -> None:
