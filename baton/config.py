@@ -233,6 +233,34 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KubernetesConfig:
+    """Where pods are the machines (docs/kubernetes.md); a chart fills it in."""
+
+    fullname: str = ""  # of the release: what objects are named after; "" = not on Kubernetes
+    namespace: str = ""  # "" = the pod's own
+    api_server: str = ""  # URL; "" = the cluster that this pod runs in
+    token_file: str = ""  # with `api_server`: a bearer token
+    ca_file: str = ""  # with `api_server`: PEM; "" = the system's
+    mode: str = "statefulset"  # what sizes pools: statefulset | kuberay | external (nobody here)
+    control_address: str = ""  # host:port at which worker pods reach the controller
+    worker_port: int = 7_100  # on each worker pod's own address
+    gpus_per_worker: int = 1
+    prefill_shape: str = "gpu"  # hardware of each pool's pods, by any name; equal ones may flip
+    decode_shape: str = "gpu"
+    prefill_min: int = 1  # bounds of a new store's budget
+    prefill_max: int = 0  # 0 = the GPU budget alone
+    decode_min: int = 1
+    decode_max: int = 0
+    # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, an image of
+    # 10 GB takes as long
+    pending_s: float = 900.0
+    sick_s: float = 300.0  # a worker that is away for so long, on a pod that runs, is evicted: twice a start from a page cache
+    slo_seed: str = ""  # file: SLO classes that the chart's values name
+    slo_source: str = "live"  # live: seeds are a new store's defaults; values: they are put in force at each start
+    llmd_labels: bool = False  # label roles as llm-d does, too
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """All of `baton up`."""
 
@@ -247,6 +275,7 @@ class ClusterConfig:
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def tls_dir_of(self, part: str) -> str:
         """Where router, worker or controller finds its certificate; "" = there is none."""

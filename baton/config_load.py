@@ -72,6 +72,7 @@ _KV_DTYPES = ("auto", *_DTYPES, "float8_e4m3", *KV_DTYPE_ALIASES)
 _EMULATED_DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 _WORKERS = Limit("workers of one role on one machine", 0, 64)
+_PODS = Limit("pods of one pool; a maximum of 0 = none", 0, 100_000)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
 _DELAY = Limit("0 = at once", 0, 86_400)
 _COUNT = Limit("nothing can be served with less", 1)
@@ -161,6 +162,16 @@ _LIMITS: Mapping[str, Limit] = {
     "controller.planner_seconds": Limit("an operator waits for it", 0.1, 600),
     "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),
     "controller.log_level": _LOG,
+    "kubernetes.mode": Limit("what sizes pools", choices=("statefulset", "kuberay", "external")),
+    "kubernetes.worker_port": _PORT,
+    "kubernetes.gpus_per_worker": Limit("0 = workers without GPUs", 0, 1_024),
+    "kubernetes.prefill_min": _PODS,
+    "kubernetes.prefill_max": _PODS,
+    "kubernetes.decode_min": _PODS,
+    "kubernetes.decode_max": _PODS,
+    "kubernetes.pending_s": _SECONDS,
+    "kubernetes.sick_s": _SECONDS,
+    "kubernetes.slo_source": Limit("who owns SLO classes", choices=("live", "values")),
 }
 
 
