@@ -6,12 +6,14 @@ set -eu
 umask 077
 mkdir -p "$1" && cd "$1"
 days=${2:-30}
-key="-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-[ -e ca.key ] || openssl req -x509 $key -days 3650 -subj "/CN=baton cluster authority" -keyout ca.key -out ca.crt
+request() {
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "$@"
+}
+[ -e ca.key ] || request -days 3650 -subj "/CN=baton cluster authority" -keyout ca.key -out ca.crt
 for part in router worker controller; do
   new=$part/.new  # a process that looks meanwhile must not find the new key beside the old certificate for long
   mkdir -p "$new"
-  openssl req -x509 $key -days "$days" -CA ca.crt -CAkey ca.key -subj "/CN=baton $part" \
+  request -days "$days" -CA ca.crt -CAkey ca.key -subj "/CN=baton $part" \
     -addext "subjectAltName=DNS:$part.baton.internal" -addext "basicConstraints=critical,CA:FALSE" \
     -addext "extendedKeyUsage=serverAuth,clientAuth" -keyout "$new/tls.key" -out "$new/tls.crt"
   cp ca.crt "$new/"
