@@ -4,7 +4,11 @@
 set -euo pipefail
 
 layer=${1:?"usage: check_pip_layer.sh control|worker"}
-pip check
+if [[ $layer != control && $layer != worker ]]; then
+    echo "unknown layer '$layer': control or worker" >&2
+    exit 2
+fi
+python -m pip check
 case "$layer" in
 control)
     python - <<'PYTHON'
@@ -29,10 +33,6 @@ for package in ("torch", "ucxx", "ray"):
         raise SystemExit(f"{package} is missing")
 importlib.import_module("worker.actor")
 PYTHON
-    ;;
-*)
-    echo "unknown layer '$layer': control or worker" >&2
-    exit 2
     ;;
 esac
 echo "$layer layer: whole"
