@@ -57,8 +57,10 @@ def applied(
     if not force and (disputes := [(c.manager, sorted(c.fields & taken)) for c in theirs if c.fields & taken]):
         raise _refused(disputes, live["apiVersion"])
     dropped = {p for c in claims if c.manager == manager for p in c.fields} - ours
-    for path in sorted(dropped - {p for c in theirs for p in c.fields}, reverse=True):
-        _remove(merged, path)
+    held = {p for c in theirs for p in c.fields}
+    for path in sorted(dropped - held):  # a whole item before its fields
+        if path[-1] != ITEM or not any(p[: len(path) - 1] == path[:-1] for p in held):
+            _remove(merged, path)
     kept = [replace(c, fields=c.fields - taken) for c in theirs]
     return merged, [c for c in kept if c.fields] + [Claim(manager, ours, now)]
 
@@ -171,16 +173,16 @@ def _remove(obj: Json, path: Path) -> None:
     """Copies on the way down: the parts of a live object are shared."""
     own = path[:-1] if path[-1] == ITEM else path
     parent: Any = obj
-    for depth in range(1, len(own)):
-        inner = copy.copy(_step(parent, own[depth - 1]))
+    for step in own[:-1]:
+        inner = copy.copy(_step(parent, step))
         if inner is None:
             return
-        _put(parent, own[depth - 1], inner)
+        _put(parent, step, inner)
         parent = inner
-    if own[-1].startswith("f:"):
+    if own[-1].startswith("k:"):
+        parent.remove(_step(parent, own[-1]))
+    elif len(own) < 2 or f'"{own[-1][2:]}":' not in own[-2]:  # an item that stays keeps its key
         parent.pop(own[-1][2:], None)
-    elif set(item := _step(parent, own[-1]) or {}) <= set(json.loads(own[-1][2:])):
-        parent[:] = [i for i in parent if i is not item]
 
 
 def _put(parent: Any, step: str, value: Any) -> None:

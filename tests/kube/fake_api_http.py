@@ -207,9 +207,9 @@ class Handler(BaseHTTPRequestHandler):
             case "patch":
                 return 200, self._patch(access, user, write)
             case "delete" if not sub:
-                return 200, verbs.delete(resource, where, name, self._json(), write)
+                return 200, verbs.delete(resource, where, name, self._delete_options(), write)
             case "deletecollection":
-                return 200, verbs.delete_all(resource, where, self._selects(), self._json())
+                return 200, verbs.delete_all(resource, where, self._selects(), self._delete_options())
             case _:
                 raise ApiError(
                     405, "MethodNotAllowed", "the server does not allow this method on the requested resource"
@@ -240,6 +240,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _selects(self) -> Selection:
         return Selection(self._query.get("labelSelector", ""), self._query.get("fieldSelector", ""))
+
+    def _delete_options(self) -> Json:
+        """Of the body, and of the query where it says more."""
+        options: Json = dict(self._json())
+        if "gracePeriodSeconds" in self._query:
+            options["gracePeriodSeconds"] = int(self._query["gracePeriodSeconds"])
+        if "propagationPolicy" in self._query:
+            options["propagationPolicy"] = self._query["propagationPolicy"]
+        return options
 
     def _json(self) -> Any:
         try:

@@ -31,6 +31,10 @@ SET_DEFAULTS: Json = {
     "revisionHistoryLimit": 10,
     "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
 }
+FIRST_STATUS: dict[Resource, Json] = {
+    PODS: {"phase": "Pending"},
+    STATEFUL_SETS: {"replicas": 0, "availableReplicas": 0},
+}
 POD_DEFAULTS: Json = {"restartPolicy": "Always", "terminationGracePeriodSeconds": 30}
 SET_CHANGEABLE = (
     "replicas",
@@ -48,8 +52,8 @@ def fill_defaults(resource: Resource, obj: Json) -> None:
     if resource in (STATEFUL_SETS, PODS):
         given = obj.get("spec") or {}
         obj["spec"] = {**(SET_DEFAULTS if resource == STATEFUL_SETS else POD_DEFAULTS), **given}
-    if resource == PODS:
-        obj.setdefault("status", {"phase": "Pending"})
+    if resource in FIRST_STATUS:
+        obj.setdefault("status", dict(FIRST_STATUS[resource]))
 
 
 def check_new(resource: Resource, obj: Json) -> None:

@@ -1,0 +1,134 @@
+"""The clusters that the conformance tests run against: the fake, and a real one where KUBECONFIG names it.
+
+On a real cluster every test has a namespace of its own, which is deleted after it; whoever runs them needs the rights to make
+namespaces, roles and pods there. Its pods run `PAUSE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import pytest
+from kubernetes import client, config
+from kubernetes.client import ApiClient, ApiException
+
+from tests.kube.fake_api import FakeApi
+from tests.kube.fake_api_resources import PODS, Json
+
+PAUSE = "registry.k8s.io/pause:3.10"
+NAMES = ["fake", *(["real"] if os.environ.get("KUBECONFIG") else [])]
+T = TypeVar("T")
+
+
+class Cluster(Protocol):
+    api: ApiClient  # as the administrator
+    namespace: str  # this test's own
+    patience_s: float  # for what the cluster does in its own time
+
+    def as_account(self, token: str) -> ApiClient: ...
+
+    def make_ready(self, pod: str) -> None:
+        """Return once the pod is Ready."""
+        ...
+
+
+@dataclass(slots=True)
+class FakeCluster:
+    fake: FakeApi
+    api: ApiClient
+    namespace: str
+    patience_s: float = 5.0
+
+    def as_account(self, token: str) -> ApiClient:
+        return self.fake.client(token)
+
+    def make_ready(self, pod: str) -> None:
+        """What a scheduler and a kubelet write."""
+        verbs = self.fake.verbs
+        verbs.update(PODS, self.namespace, pod, verbs.get(PODS, self.namespace, pod) | _on("node-1"), "binding")
+        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        verbs.update(PODS, self.namespace, pod, verbs.get(PODS, self.namespace, pod) | {"status": status}, "status")
+
+
+def _on(node: str) -> Json:
+    return {"spec": {"nodeName": node}}
+
+
+@dataclass(slots=True)
+class RealCluster:
+    api: ApiClient
+    namespace: str
+    patience_s: float = 120.0
+
+    def as_account(self, token: str) -> ApiClient:
+        settings = client.Configuration()
+        config.load_kube_config(client_configuration=settings)
+        settings.cert_file = settings.key_file = None
+        settings.api_key = {"authorization": f"Bearer {token}"}
+        return ApiClient(settings)
+
+    def make_ready(self, pod: str) -> None:
+        core = client.CoreV1Api(self.api)
+
+        def is_ready() -> bool:
+            conditions = core.read_namespaced_pod(pod, self.namespace).status.conditions or ()
+            return any(c.type == "Ready" and c.status == "True" for c in conditions)
+
+        until(is_ready, self.patience_s)
+
+
+@contextlib.contextmanager
+def a_cluster(name: str) -> Iterator[Cluster]:
+    namespace = f"baton-conformance-{secrets.token_hex(4)}"
+    if name == "fake":
+        with FakeApi(namespaces=[namespace]) as fake, fake.client() as api:
+            yield FakeCluster(fake, api, namespace)
+        return
+    with config.new_client_from_config() as api:
+        core = client.CoreV1Api(api)
+        core.create_namespace({"metadata": {"name": namespace}})
+        try:
+            until(lambda: _is_there(core, namespace), 30.0)
+            yield RealCluster(api, namespace)
+        finally:
+            core.delete_namespace(namespace)
+
+
+def _is_there(core: client.CoreV1Api, namespace: str) -> bool:
+    return succeeds(lambda: core.read_namespaced_service_account("default", namespace), unless=404)
+
+
+def until(probe: Callable[[], T], patience_s: float, every_s: float = 0.02) -> T:
+    """The first answer that is true."""
+    ends_s = time.monotonic() + patience_s
+    while not (answer := probe()):
+        assert time.monotonic() < ends_s, f"not within {patience_s:g} s: {probe}"
+        time.sleep(every_s)
+    return answer
+
+
+@contextlib.contextmanager
+def refused(code: int, reason: str, *words: str) -> Iterator[None]:
+    """The server answers with a Status of this code and reason, whose message holds the words."""
+    with pytest.raises(ApiException) as caught:
+        yield
+    assert caught.value.status == code, caught.value.body
+    for word in (f'"reason":"{reason}"', *words):
+        assert word.replace(" ", "") in (caught.value.body or "").replace(" ", "").replace("\\", ""), caught.value.body
+
+
+def succeeds(call: Callable[[], object], unless: int) -> bool:
+    """Whether it does; this one refusal is expected for a while, any other is an error."""
+    try:
+        call()
+    except ApiException as error:
+        if error.status != unless:
+            raise
+        return False
+    return True
