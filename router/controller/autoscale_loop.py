@@ -28,7 +28,7 @@ from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.scaler import Scaler, Times
 from router.controller.controller import Controller
 from router.controller.decisions import Decision
-from router.controller.lease import LEASE_S, Lease
+from router.controller.lease import LEASE_S, Leadership
 from router.controller.levers import Levers, describe, lever_of
 from router.controller.live_facts import LiveFacts
 from router.controller.live_times import LiveTimes
@@ -60,7 +60,7 @@ class AutoscaleLoop:
         facts: LiveFacts,
         scaler: LiveScaler,
         live_times: LiveTimes,
-        lease: Lease,
+        lease: Leadership,
         registry: Registry,
         now_s: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,

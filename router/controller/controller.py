@@ -29,7 +29,7 @@ from router.controller.control_store import ControlStore
 from router.controller.decisions import Decision, LoggedDecision
 from router.controller.feasibility import MeasuredFloor
 from router.controller.fleet_state import AfterDrain, Announcement, Fleet, Member, SavedFleet
-from router.controller.fleet_store import FleetStore
+from router.controller.fleet_store import Fleets
 from router.controller.in_force import InForce
 from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
@@ -65,7 +65,7 @@ class Controller:
         self,
         config: ControllerConfig,
         store: ControlStore,
-        fleets: FleetStore | None = None,
+        fleets: Fleets | None = None,
         trust: PeerTrust = PLAIN,
         emulation: EmulationConfig | None = None,
         rates: RateStore | None = None,
@@ -433,7 +433,7 @@ class Controller:
             local_prefill_tokens=self.fleet.local_prefill_tokens,
         )
 
-    async def _save_changes(self, fleets: FleetStore) -> None:
+    async def _save_changes(self, fleets: Fleets) -> None:
         """For ever. What cannot be written is tried again each second."""
         saved_version, failed = 0, False
         while True:

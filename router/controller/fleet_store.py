@@ -10,12 +10,24 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from baton.errors import ConfigError
 from baton.request import Role
 from router.controller.autoscaler.facts import Tuning
 from router.controller.fleet_state import AfterDrain, Member, SavedFleet
+
+
+class Fleets(Protocol):
+    """Where the fleet outlives a controller. Calls block."""
+
+    def load(self) -> SavedFleet:
+        """Nothing where nothing was saved. Raises: ConfigError: it cannot be understood."""
+        ...
+
+    def save(self, fleet: SavedFleet) -> None:
+        """Raises: OSError: it is not saved."""
+        ...
 
 
 class FleetStore:
@@ -25,8 +37,7 @@ class FleetStore:
     def load(self) -> SavedFleet:
         """Nothing where nothing was saved. Raises: ConfigError: it cannot be understood."""
         try:
-            saved = json.loads(self._file.read_text(encoding="utf-8"))
-            return _saved_fleet(saved)
+            return fleet_from_json(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return SavedFleet()
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -37,14 +48,17 @@ class FleetStore:
 
     def save(self, fleet: SavedFleet) -> None:
         new = self._file.with_suffix(".new")
-        new.write_text(
-            json.dumps({**asdict(fleet), "replaced_epochs": sorted(fleet.replaced_epochs)}), encoding="utf-8"
-        )
+        new.write_text(fleet_to_json(fleet), encoding="utf-8")
         new.replace(self._file)
 
 
-def _saved_fleet(saved: dict[str, Any]) -> SavedFleet:
-    """Raises: TypeError, ValueError or KeyError: it is none. A file of an earlier release lacks what that did not know."""
+def fleet_to_json(fleet: SavedFleet) -> str:
+    return json.dumps({**asdict(fleet), "replaced_epochs": sorted(fleet.replaced_epochs)})
+
+
+def fleet_from_json(text: str) -> SavedFleet:
+    """Raises: TypeError, ValueError or KeyError: it is none. What an earlier release wrote lacks what that did not know."""
+    saved: dict[str, Any] = json.loads(text)
     return SavedFleet(
         members=tuple(_member(member) for member in saved["members"]),
         replaced_epochs=frozenset((worker_id, epoch) for worker_id, epoch in saved["replaced_epochs"]),

@@ -16,7 +16,7 @@ from baton.log import get_log
 from router.controller.control_store import ControlStore
 from router.controller.settings import ControlSettings
 from router.controller.slo_store import SLOSet
-from router.controller.versioned import MAX_VERSION, Revision, StaleVersion, Versioned
+from router.controller.versioned import MAX_VERSION, Revision, StaleVersion, Versions
 
 log = get_log("controller.in_force")
 
@@ -27,7 +27,7 @@ CONTROL_TICK_S = 1.0  # routers report each second: deciding more often would be
 class Live(Generic[T]):
     """One document: the revision in force, and its store."""
 
-    def __init__(self, store: Versioned[T], on_change: Callable[[], None]) -> None:
+    def __init__(self, store: Versions[T], on_change: Callable[[], None]) -> None:
         self.revision: Revision[T] = store.current()
         self._store = store
         self._on_change = on_change

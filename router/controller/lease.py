@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from baton.errors import ConfigError, Unavailable
 from router.controller.database import FIELD, Database, migrate
@@ -21,6 +22,21 @@ MARGIN_S = 2.0  # that wall clocks may differ by; NTP keeps them within millisec
 MIGRATIONS = (
     ("CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_unix_s DOUBLE PRECISION NOT NULL)",),
 )
+
+
+class Leadership(Protocol):
+    """Whether this process is the one that acts. `take` and `give_back` block."""
+
+    @property
+    def is_held(self) -> bool: ...
+
+    def take(self) -> bool:
+        """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""
+        ...
+
+    def give_back(self) -> None:
+        """So that the next holder need not wait. Raises: Unavailable."""
+        ...
 
 
 class Lease:

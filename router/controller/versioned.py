@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from baton.errors import ConfigError, NotFound, Unavailable
 from router.controller.database import FIELD, Database, Row, Transaction, migrate
@@ -59,6 +59,26 @@ class Format(Generic[T]):
     encode: Callable[[T], str]
     decode: Callable[[str], T]
     default: T  # version 1 of a new one
+
+
+class Versions(Protocol[T]):
+    """A document's store: Versioned, or in a cluster kube/documents.py."""
+
+    def current(self) -> Revision[T]:
+        """In force. Raises: Unavailable."""
+        ...
+
+    def replace(self, expected_version: int, value: T, who: str, reason: str) -> Revision[T]:
+        """Raises: StaleVersion, Unavailable."""
+        ...
+
+    def history(self, limit: int, before: int = MAX_VERSION) -> list[Revision[T]]:
+        """The newest `limit` revisions that are kept and older than `before`, newest first. Raises: Unavailable."""
+        ...
+
+    def revision(self, version: int) -> Revision[T]:
+        """Raises: NotFound, Unavailable."""
+        ...
 
 
 class Versioned(Generic[T]):
