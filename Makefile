@@ -8,18 +8,26 @@ PACKAGES := baton baton_client engine kv_transfer worker prefill_worker decode_w
 BUILD := pyproject.toml setup.py baton/_kv_copy.c router/_prefix_index.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
-.PHONY: venv demo test lint types stubs exact soak proto clean
+.PHONY: venv demo test test-live test-computing lint types stubs exact soak proto clean
 venv: .venv/installed
 demo: .venv/installed
 	@$(BIN)/baton model fetch smollm2
 	@$(BIN)/baton demo
-test: .venv/installed-test lint types stubs
+# Tests that live on real processes and clocks come first on the cores; what only computes fills what they leave free.
+COMPUTING := $(wildcard tests/baton tests/bench tests/chart tests/docker tests/engine tests/exactness)
+LIVE := $(filter-out $(COMPUTING),$(patsubst %/.,%,$(wildcard tests/*/.)))
+PYTEST = $(BIN)/python -m pytest -m "not slow and not gpu"
+test: .venv/installed-test lint
 	@$(BIN)/baton model fetch smollm2
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+	@$(MAKE) -s -j4 types stubs test-computing test-live
+test-live: .venv/installed-test
+	@$(PYTEST) $(LIVE)
+test-computing: .venv/installed-test # its output comes at its end, in one piece
+	@mkdir -p build; nice -n 19 $(PYTEST) -p no:cacheprovider $(COMPUTING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
 lint: .venv/installed-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 types: .venv/installed-test
-	@$(BIN)/mypy $(PACKAGES) tests
+	@nice $(BIN)/mypy $(PACKAGES) tests
 stubs: .venv/installed-test # the generated stubs in baton/v1 are those of proto/
 	@rm -rf build/stubs && $(MAKE) -s proto STUBS=build/stubs && diff -r -x __pycache__ -x __init__.py build/stubs/baton/v1 baton/v1
 exact: .venv/installed-test
