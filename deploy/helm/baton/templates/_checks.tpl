@@ -54,7 +54,6 @@
   {{- if and $pool.hugepages.count (not $pool.hugepages.size) -}}{{- $wrong = append $wrong (printf "pools.%s.hugepages.size is empty: 2Mi or 1Gi" $name) -}}{{- end -}}
   {{- if and $pool.rdma.require (not $pool.rdma.resource) -}}{{- $wrong = append $wrong (printf "pools.%s.rdma.require is set, but no rdma.resource: a pod without a device has no RDMA" $name) -}}{{- end -}}
   {{- if and $pool.rdma.hcas (not $pool.rdma.resource) -}}{{- $wrong = append $wrong (printf "pools.%s.rdma.hcas is set, but no rdma.resource: a pod without a device has no RDMA" $name) -}}{{- end -}}
-  {{- if lt (int $.Values.controller.workerStartTimeoutSeconds) (int $pool.startSeconds) -}}{{- $wrong = append $wrong (printf "controller.workerStartTimeoutSeconds = %d is below pools.%s.startSeconds = %d: the controller would give up a worker that its pod still waits for" (int $.Values.controller.workerStartTimeoutSeconds) $name (int $pool.startSeconds)) -}}{{- end -}}
   {{- range $key, $value := $pool.env -}}
     {{- if or (hasPrefix "RAY_" $key) (hasPrefix "POD_" $key) (hasPrefix "BATON_" $key) -}}{{- $wrong = append $wrong (printf "pools.%s.env.%s: names that begin with RAY_, POD_ and BATON_ are the chart's" $name $key) -}}{{- end -}}
   {{- end -}}
@@ -97,6 +96,9 @@
 {{- if and .Values.batch.enabled (not .Values.batch.existingClaim) -}}{{- $wrong = append $wrong "batch.enabled: set batch.existingClaim" -}}{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
   {{- $wrong = append $wrong "metrics.serviceMonitor.enabled: name Prometheus's pods in networkPolicy.metricsFrom, or nobody can scrape" -}}
+{{- end -}}
+{{- if and (eq .Values.scaler.type "hpa") (not .Values.metrics.prometheusRule.enabled) -}}
+  {{- $wrong = append $wrong "scaler.type is hpa: it scales by metrics that the rules of metrics.prometheusRule.enabled record" -}}
 {{- end -}}
 {{- if and .Values.fabric.topologyKey (eq .Values.ray.mode "external") -}}{{- $wrong = append $wrong "fabric.topologyKey is set, but ray.mode is external: place those pods where they are made" -}}{{- end -}}
 {{- $seen := dict -}}

@@ -9,7 +9,7 @@
 
 {{- define "baton.config.model" -}}
 path: {{ include "baton.modelPath" . | quote }}
-served_name: {{ .Values.model.servedName | quote }}
+served_name: {{ default .Values.model.id .Values.model.servedName | quote }}
 dtype: {{ .Values.model.dtype }}
 max_model_len: {{ .Values.model.maxModelLen }}
 {{- end }}

@@ -7,16 +7,17 @@ spec:
   serviceAccountName: {{ include "baton.serviceAccount" . }}
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: 30
-  {{- include "baton.pod.images" . | nindent 2 }}
+  {{- with include "baton.pod.images" . }}{{ . | nindent 2 }}{{ end }}
   {{- include "baton.pod.security" . | nindent 2 }}
-  {{- include "baton.pod.placement" .Values.ray.head | nindent 2 }}
+  {{- with include "baton.pod.placement" .Values.ray.head }}{{ . | nindent 2 }}{{ end }}
   containers:
     - name: head
       image: {{ include "baton.image" (list . "control") }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       {{- if ne .Values.ray.mode "kuberay" }}
-      command: [ray, start]
       args:
+        - ray
+        - start
         - --head
         - --port=6379
         - --node-ip-address=$(POD_IP)
@@ -77,6 +78,9 @@ num-gpus: "0"
 include-dashboard: "false"
 object-store-memory: "80000000"
 include-log-monitor: "false"
+{{- if eq .Values.ray.mode "kuberay" }}
+no-monitor: "true"
+{{- end }}
 {{- end }}
 
 {{- define "baton.gcsClaim" -}}

@@ -77,11 +77,9 @@ annotations:
 {{- define "baton.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := get $root.Values.image (index . 1) -}}
-{{- if $image.digest -}}
-{{- printf "%s@%s" $image.repository $image.digest -}}
-{{- else -}}
-{{- printf "%s:%s" $image.repository (default $root.Chart.AppVersion $image.tag) -}}
-{{- end -}}
+{{- with $root.Values.image.registry }}{{ . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ default $root.Chart.AppVersion $image.tag }}{{ end -}}
 {{- end }}
 
 {{/* The pools that are on, as a comma-separated list in a fixed order. */}}
@@ -93,15 +91,15 @@ annotations:
 {{- join "," $names -}}
 {{- end }}
 
-{{/* Where workers and routers find the model. */}}
+{{/* Where workers and routers find the model. Another revision is another folder: pods that run keep theirs. */}}
 {{- define "baton.modelPath" -}}
 {{- with .Values.model -}}
 {{- if .path -}}
 {{- printf "%s/%s" $.Values.modelCache.mountPath .path -}}
 {{- else if eq .source "url" -}}
-{{- printf "%s/%s.gguf" $.Values.modelCache.mountPath (replace "/" "--" .id) -}}
+{{- printf "%s/%s-%s.gguf" $.Values.modelCache.mountPath (replace "/" "--" .id) (trunc 12 .sha256) -}}
 {{- else -}}
-{{- printf "%s/%s" $.Values.modelCache.mountPath (replace "/" "--" .id) -}}
+{{- printf "%s/%s-%s" $.Values.modelCache.mountPath (replace "/" "--" .id) (default "main" .revision | replace "/" "--") -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -3,9 +3,9 @@
 {{- define "baton.pod.security" -}}
 securityContext:
   runAsNonRoot: true
-  runAsUser: 1000
-  runAsGroup: 1000
-  fsGroup: 1000
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- end }}
@@ -97,8 +97,11 @@ priorityClassName: {{ . }}
 - name: model
   image: {{ include "baton.image" (list $root "control") }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [python, /etc/baton/fetch/fetch_model.py, {{ index $ 1 }}, {{ include "baton.modelPath" $root | quote }}]
   args:
+    - python
+    - /etc/baton/fetch/fetch_model.py
+    - {{ index $ 1 }}
+    - {{ include "baton.modelPath" $root }}
     {{- if eq .source "url" }}
     - --url={{ .url }}
     - --sha256={{ .sha256 }}

@@ -22,7 +22,7 @@ spec:
   serviceAccountName: {{ include "baton.serviceAccount" $root }}
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ add .drainSeconds 30 }}
-  {{- include "baton.pod.images" $root | nindent 2 }}
+  {{- with include "baton.pod.images" $root }}{{ . | nindent 2 }}{{ end }}
   {{- with .runtimeClass }}
   runtimeClassName: {{ . }}
   {{- end }}
@@ -34,7 +34,7 @@ spec:
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile: {type: RuntimeDefault}
   {{- $affinity := mergeOverwrite (dict) .affinity (include "baton.fabricAffinity" $root | fromYaml) }}
-  {{- include "baton.pod.placement" (mergeOverwrite (deepCopy .) (dict "affinity" $affinity "topologySpread" (include "baton.spread" (list $root "worker" $name .topologySpread) | fromYamlArray))) | nindent 2 }}
+  {{- with include "baton.pod.placement" (mergeOverwrite (deepCopy .) (dict "affinity" $affinity "topologySpread" (include "baton.spread" (list $root "worker" $name .topologySpread) | fromYamlArray))) }}{{ . | nindent 2 }}{{ end }}
   {{- if .gpu.claimTemplate }}
   resourceClaims:
     - {name: gpu, resourceClaimTemplateName: {{ .gpu.claimTemplate }}}
@@ -48,8 +48,9 @@ spec:
       image: {{ include "baton.image" (list $root "worker") }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       {{- if ne $root.Values.ray.mode "kuberay" }}
-      command: [ray, start]
       args:
+        - ray
+        - start
         - --address={{ include "baton.rayAddress" $root }}
         - --node-ip-address=$(POD_IP)
         {{- range $flag, $value := include "baton.rayStart" (list $root $name) | fromYaml }}
@@ -65,14 +66,18 @@ spec:
         {{- end }}
       ports:
         - {name: worker, containerPort: 7100}
-      startupProbe:
-        tcpSocket: {port: worker}
-        periodSeconds: 5
-        failureThreshold: {{ div .startSeconds 5 }}
+      # Ready = the weights are loaded and the worker serves. Ray restarts the process, and the pod ends with its Ray node: where
+      # KubeRay asks for a liveness probe, that of the node answers.
       readinessProbe:
         tcpSocket: {port: worker}
-        periodSeconds: 5
-        timeoutSeconds: 3
+        {{- toYaml .probe | nindent 8 }}
+      {{- if eq $root.Values.ray.mode "kuberay" }}
+      livenessProbe:
+        tcpSocket: {port: 6380}
+        initialDelaySeconds: 30
+        periodSeconds: 10
+        failureThreshold: 6
+      {{- end }}
       lifecycle:
         preStop:
           exec:
@@ -84,13 +89,14 @@ spec:
         {{- include "baton.workerResources" . | nindent 8 }}
       securityContext:
         allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
         capabilities:
           drop: [ALL]
           {{- if .rdma.resource }}
           add: [IPC_LOCK]
           {{- end }}
       volumeMounts:
-        - {name: model, mountPath: {{ $root.Values.modelCache.mountPath }}, readOnly: {{ eq $root.Values.modelCache.type "pvc" }}}
+        - {name: model, mountPath: {{ $root.Values.modelCache.mountPath }}, readOnly: {{ ne $root.Values.model.source "pvc" }}}
         - {name: ray-token, mountPath: /etc/baton/ray, readOnly: true}
         - {name: shm, mountPath: /dev/shm}
         - {name: tmp, mountPath: /tmp}
@@ -134,7 +140,12 @@ claims: [{name: gpu}]
 {{- $pool := get (index . 0).Values.pools (index . 1) -}}
 num-cpus: "1"
 num-gpus: {{ $pool.gpu.count | toString | quote }}
-resources: {{ printf "{\"pod:%s\": 1}" (ternary "$POD_NAME" "$(POD_NAME)" (eq (index . 0).Values.ray.mode "kuberay")) | quote }}
+{{- if eq (index . 0).Values.ray.mode "kuberay" }}
+resources: {{ `"{\"pod:$POD_NAME\": 1}"` | squote }}  # a shell reads it
+{{- else }}
+resources: '{"pod:$(POD_NAME)": 1}'
+{{- end }}
+node-manager-port: "6380"
 object-store-memory: "80000000"
 include-log-monitor: "false"
 {{- end }}
