@@ -19,7 +19,8 @@ from kubernetes import client, config
 from kubernetes.client import ApiClient, ApiException
 
 from tests.kube.fake_api import FakeApi
-from tests.kube.fake_api_resources import PODS, Json
+from tests.kube.fake_kubelet import FakeKubelet
+from tests.kube.fake_kubelet_pods import Pretend
 
 PAUSE = "registry.k8s.io/pause:3.10"
 NAMES = ["fake", *(["real"] if os.environ.get("KUBECONFIG") else [])]
@@ -33,31 +34,16 @@ class Cluster(Protocol):
 
     def as_account(self, token: str) -> ApiClient: ...
 
-    def make_ready(self, pod: str) -> None:
-        """Return once the pod is Ready."""
-        ...
-
 
 @dataclass(slots=True)
 class FakeCluster:
     fake: FakeApi
     api: ApiClient
     namespace: str
-    patience_s: float = 5.0
+    patience_s: float = 10.0
 
     def as_account(self, token: str) -> ApiClient:
         return self.fake.client(token)
-
-    def make_ready(self, pod: str) -> None:
-        """What a scheduler and a kubelet write."""
-        verbs = self.fake.verbs
-        verbs.update(PODS, self.namespace, pod, verbs.get(PODS, self.namespace, pod) | _on("node-1"), "binding")
-        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        verbs.update(PODS, self.namespace, pod, verbs.get(PODS, self.namespace, pod) | {"status": status}, "status")
-
-
-def _on(node: str) -> Json:
-    return {"spec": {"nodeName": node}}
 
 
 @dataclass(slots=True)
@@ -73,21 +59,16 @@ class RealCluster:
         settings.api_key = {"authorization": f"Bearer {token}"}
         return ApiClient(settings)
 
-    def make_ready(self, pod: str) -> None:
-        core = client.CoreV1Api(self.api)
-
-        def is_ready() -> bool:
-            conditions = core.read_namespaced_pod(pod, self.namespace).status.conditions or ()
-            return any(c.type == "Ready" and c.status == "True" for c in conditions)
-
-        until(is_ready, self.patience_s)
-
 
 @contextlib.contextmanager
 def a_cluster(name: str) -> Iterator[Cluster]:
     namespace = f"baton-conformance-{secrets.token_hex(4)}"
     if name == "fake":
-        with FakeApi(namespaces=[namespace]) as fake, fake.client() as api:
+        with (
+            FakeApi(namespaces=[namespace]) as fake,
+            FakeKubelet(fake, lambda pod: Pretend(), pace=0.01),
+            fake.client() as api,
+        ):
             yield FakeCluster(fake, api, namespace)
         return
     with config.new_client_from_config() as api:
@@ -132,3 +113,7 @@ def succeeds(call: Callable[[], object], unless: int) -> bool:
             raise
         return False
     return True
+
+
+def is_ready(pod: client.V1Pod) -> bool:
+    return any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())

@@ -36,9 +36,8 @@ class Resource:
 
 def custom_resource(group: str, version: str, plural: str, kind: str) -> Resource:
     """Of a CRD with a status subresource."""
-    return Resource(
-        group, version, plural, kind, subresources=("status",), generation=True, must_say_version=True, custom=True
-    )
+    more = {"generation": True, "must_say_version": True, "custom": True}
+    return Resource(group, version, plural, kind, subresources=("status",), **more)
 
 
 def _workload(group: str, plural: str, kind: str, *more: str) -> Resource:
@@ -63,6 +62,7 @@ BUDGETS = Resource(
     must_say_version=True,
 )
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", must_say_version=True)
+QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", subresources=("status",))
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False, subresources=("status",))
 ROLES = Resource(RBAC, "v1", "roles", "Role")
 ROLE_BINDINGS = Resource(RBAC, "v1", "rolebindings", "RoleBinding")
@@ -77,6 +77,7 @@ RESOURCES = (
     CLAIMS,
     EVENTS,
     SERVICE_ACCOUNTS,
+    QUOTAS,
     Resource("", "v1", "configmaps", "ConfigMap"),
     Resource("", "v1", "secrets", "Secret"),
     Resource("", "v1", "services", "Service", subresources=("status",)),

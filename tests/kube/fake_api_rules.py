@@ -138,6 +138,26 @@ def scaled(live: Json, scale: Json) -> Json:
     return live | {"metadata": meta, "spec": live["spec"] | {"replicas": replicas}}
 
 
+def check_quota(quotas: list[Json], pods: list[Json], pod: Json) -> None:
+    """Counted are pods and what they limit. Raises: ApiError: 403 where a ResourceQuota leaves no room for one more."""
+    name = pod["metadata"]["name"]
+    living = [p for p in pods if at(p, ("status", "phase")) not in ("Succeeded", "Failed")]
+    for quota in quotas:
+        for what, hard in at(quota, ("spec", "hard"), {}).items():
+            used, wants = sum(_uses(p, what) for p in living), _uses(pod, what)
+            if wants and used + wants > int(hard):
+                sizes = f"requested: {what}={wants}, used: {what}={used}, limited: {what}={hard}"
+                message = f'pods "{name}" is forbidden: exceeded quota: {quota["metadata"]["name"]}, {sizes}'
+                raise ApiError(403, "Forbidden", message, {"name": name, "kind": "pods"})
+
+
+def _uses(pod: Json, what: str) -> int:
+    if what in ("pods", "count/pods"):
+        return 1
+    resource = what.removeprefix("requests.").removeprefix("limits.")
+    return sum(int(at(c, ("resources", "limits", resource), 0)) for c in pod["spec"]["containers"])
+
+
 def is_ready(pod: Json) -> bool:
     conditions = at(pod, ("status", "conditions"), [])
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

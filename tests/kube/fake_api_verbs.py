@@ -23,7 +23,9 @@ from tests.kube.fake_api_resources import (
     BUDGETS,
     NAMESPACES,
     PODS,
+    QUOTAS,
     RESOURCES,
+    REVISIONS,
     STALE,
     STATEFUL_SETS,
     ApiError,
@@ -213,6 +215,8 @@ class Verbs:
                 raise not_found(NAMESPACES, namespace)
             if self.store.get(key) is not None:
                 raise already_exists(resource, meta["name"])
+            if resource == PODS:
+                rules.check_quota(self.store.all(QUOTAS, namespace), self.store.all(PODS, namespace), obj)
             meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             meta |= {"generation": 1} if resource.generation else {}
             meta["managedFields"] = managed_fields(claims, resource.api_version)
@@ -341,6 +345,8 @@ class Verbs:
                 return self._mark(key, live, grace_s if resource == PODS else None)
             if resource == NAMESPACES:
                 self._empty(name)
+            if options.get("propagationPolicy") == "Orphan":
+                self._orphan(namespace, live["metadata"]["uid"])
             removed = self.store.remove(key)
         if resource == PODS:
             return copy.deepcopy(removed)
@@ -355,6 +361,16 @@ class Verbs:
         if grace_s is not None:
             meta["deletionGracePeriodSeconds"] = grace_s
         return copy.deepcopy(self.store.put(key, live | {"metadata": meta}))
+
+    def _orphan(self, namespace: str, uid: str) -> None:
+        """What it owned stays; otherwise a garbage collector deletes it (fake_kubelet.py)."""
+        for resource in (PODS, REVISIONS):
+            for obj in self.store.all(resource, namespace):
+                owners = obj["metadata"].get("ownerReferences", [])
+                others = [o for o in owners if o["uid"] != uid]
+                if others != owners:
+                    meta = obj["metadata"] | {"ownerReferences": others}
+                    self.store.put(key_of(resource, namespace, meta["name"]), obj | {"metadata": meta})
 
     def _empty(self, namespace: str) -> None:
         for resource in RESOURCES:

@@ -13,7 +13,7 @@ import pytest
 from kubernetes import client, watch
 from kubernetes.client import ApiException
 
-from tests.kube.conformance_clusters import NAMES, PAUSE, Cluster, a_cluster, refused, succeeds, until
+from tests.kube.conformance_clusters import NAMES, PAUSE, Cluster, a_cluster, is_ready, refused, succeeds, until
 
 Json = dict[str, Any]
 JSON_PATCH = "application/json-patch+json"
@@ -392,13 +392,11 @@ def test_a_pod_that_runs_nowhere_is_gone_at_once(core: client.CoreV1Api, ns: str
 
 def test_a_pod_that_runs_is_told_to_end_and_has_its_grace(cluster: Cluster, core: client.CoreV1Api, ns: str) -> None:
     core.create_namespaced_pod(ns, a_pod("worker", terminationGracePeriodSeconds=20))
-    cluster.make_ready("worker")
+    until(lambda: is_ready(core.read_namespaced_pod("worker", ns)), cluster.patience_s)
     told = core.delete_namespaced_pod("worker", ns)
     assert told.metadata.deletion_timestamp is not None
     assert told.metadata.deletion_grace_period_seconds == 20
-    core.delete_namespaced_pod("worker", ns, grace_period_seconds=0)
-    with refused(404, "NotFound"):
-        core.read_namespaced_pod("worker", ns)
+    until(lambda: not succeeds(lambda: core.read_namespaced_pod("worker", ns), unless=404), cluster.patience_s)
 
 
 def test_what_a_selector_names_is_deleted_together(core: client.CoreV1Api, ns: str) -> None:
@@ -537,7 +535,7 @@ def test_an_eviction_that_a_budget_forbids_is_refused_and_the_pod_stays(
     cluster: Cluster, core: client.CoreV1Api, ns: str
 ) -> None:
     core.create_namespaced_pod(ns, a_pod("worker"))
-    cluster.make_ready("worker")
+    until(lambda: is_ready(core.read_namespaced_pod("worker", ns)), cluster.patience_s)
     a_budget(cluster, ns, minAvailable=1)
     with refused(429, "TooManyRequests", "Cannot evict pod as it would violate the pod's disruption budget."):
         evict(core, ns, "worker")
@@ -546,7 +544,7 @@ def test_an_eviction_that_a_budget_forbids_is_refused_and_the_pod_stays(
 
 def test_an_eviction_that_a_budget_allows_ends_the_pod(cluster: Cluster, core: client.CoreV1Api, ns: str) -> None:
     core.create_namespaced_pod(ns, a_pod("worker"))
-    cluster.make_ready("worker")
+    until(lambda: is_ready(core.read_namespaced_pod("worker", ns)), cluster.patience_s)
     a_budget(cluster, ns, minAvailable=0)
 
     # the budget's controller may not have seen the pod yet
@@ -637,6 +635,184 @@ def test_a_right_to_one_name_is_one_to_watch_it_by_name(cluster: Cluster, core: 
         }
         answer = client.AuthorizationV1Api(api).create_self_subject_access_review(review)
         assert answer.status.allowed is False
+
+
+# A set's pods
+
+
+def a_running_set(**spec: Any) -> Json:
+    body = a_set(**spec)
+    body["spec"]["template"]["spec"] = {
+        "containers": [{"name": "main", "image": PAUSE}],
+        "terminationGracePeriodSeconds": 1,
+    }
+    return body
+
+
+def pods_of(core: client.CoreV1Api, ns: str) -> dict[str, client.V1Pod]:
+    """By name; those that are to go are there still."""
+    return {pod.metadata.name: pod for pod in core.list_namespaced_pod(ns, label_selector="app=decode").items}
+
+
+def until_ready(cluster: Cluster, core: client.CoreV1Api, ns: str, *names: str) -> dict[str, client.V1Pod]:
+    """These pods, once they are all that there are, ready and not to go."""
+
+    def these() -> dict[str, client.V1Pod] | None:
+        pods = pods_of(core, ns)
+        settled = all(is_ready(pod) and pod.metadata.deletion_timestamp is None for pod in pods.values())
+        return pods if settled and sorted(pods) == sorted(names) else None
+
+    pods = until(these, cluster.patience_s)
+    assert pods is not None
+    return pods
+
+
+def change_template(apps: client.AppsV1Api, ns: str, version: str) -> None:
+    patch = {"spec": {"template": {"metadata": {"annotations": {"version": version}}}}}
+    apps.patch_namespaced_stateful_set("decode", ns, patch, _content_type=MERGE_PATCH)
+
+
+def versions(pods: dict[str, client.V1Pod]) -> list[str | None]:
+    return [(pods[name].metadata.annotations or {}).get("version") for name in sorted(pods)]
+
+
+def test_a_set_makes_pods_of_stable_names_and_says_how_many_are_ready(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    made = apps.create_namespaced_stateful_set(ns, a_running_set(replicas=2))
+    pods = until_ready(cluster, core, ns, "decode-0", "decode-1")
+    status = until(
+        lambda: (s := apps.read_namespaced_stateful_set("decode", ns).status).ready_replicas == 2 and s,
+        cluster.patience_s,
+    )
+    assert (status.replicas, status.updated_replicas, status.observed_generation) == (2, 2, 1)
+    for ordinal, name in enumerate(sorted(pods)):
+        meta = pods[name].metadata
+        assert meta.labels["statefulset.kubernetes.io/pod-name"] == name
+        assert meta.labels["apps.kubernetes.io/pod-index"] == str(ordinal)
+        assert meta.labels["controller-revision-hash"] == status.update_revision
+        assert [(o.kind, o.uid, o.controller) for o in meta.owner_references] == [
+            ("StatefulSet", made.metadata.uid, True)
+        ]
+
+
+def test_a_smaller_set_ends_its_last_pods(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    apps.create_namespaced_stateful_set(ns, a_running_set(replicas=3, podManagementPolicy="Parallel"))
+    before = until_ready(cluster, core, ns, "decode-0", "decode-1", "decode-2")
+    grow(apps, ns, 1)
+    after = until_ready(cluster, core, ns, "decode-0")
+    assert after["decode-0"].metadata.uid == before["decode-0"].metadata.uid
+
+
+def test_a_pod_that_is_deleted_comes_back_under_its_name(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    apps.create_namespaced_stateful_set(ns, a_running_set(replicas=1))
+    before = until_ready(cluster, core, ns, "decode-0")["decode-0"].metadata.uid
+    core.delete_namespaced_pod("decode-0", ns)
+    until(lambda: until_ready(cluster, core, ns, "decode-0")["decode-0"].metadata.uid != before, cluster.patience_s)
+
+
+@pytest.mark.parametrize(("policy", "names"), [("OrderedReady", ["decode-0"]), ("Parallel", ["decode-0", "decode-1"])])
+def test_a_pod_that_cannot_run_holds_up_the_next_only_where_pods_come_in_order(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str, policy: str, names: list[str]
+) -> None:
+    apps.create_namespaced_stateful_set(ns, a_set(replicas=2, podManagementPolicy=policy))
+
+    def are_unschedulable() -> bool:
+        pods = pods_of(core, ns)
+        reasons = [c.reason for pod in pods.values() for c in pod.status.conditions or () if c.type == "PodScheduled"]
+        return sorted(pods) == names and reasons == ["Unschedulable"] * len(names)
+
+    until(are_unschedulable, cluster.patience_s)
+
+
+def test_a_pod_that_cannot_run_goes_when_the_set_shrinks(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    apps.create_namespaced_stateful_set(ns, a_set(replicas=2, podManagementPolicy="Parallel"))
+    until(lambda: len(pods_of(core, ns)) == 2, cluster.patience_s)
+    grow(apps, ns, 1)
+    until(lambda: sorted(pods_of(core, ns)) == ["decode-0"], cluster.patience_s)
+
+
+def test_with_on_delete_only_pods_that_are_made_anew_have_the_new_template(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    strategy = {"type": "OnDelete"}
+    body = a_running_set(replicas=2, podManagementPolicy="Parallel", updateStrategy=strategy)
+    apps.create_namespaced_stateful_set(ns, body)
+    until_ready(cluster, core, ns, "decode-0", "decode-1")
+    change_template(apps, ns, "2")
+    until(lambda: apps.read_namespaced_stateful_set("decode", ns).status.observed_generation == 2, cluster.patience_s)
+    assert versions(until_ready(cluster, core, ns, "decode-0", "decode-1")) == [None, None]
+    core.delete_namespaced_pod("decode-0", ns)
+    until(
+        lambda: versions(until_ready(cluster, core, ns, "decode-0", "decode-1")) == ["2", None],
+        cluster.patience_s,
+    )
+    status = apps.read_namespaced_stateful_set("decode", ns).status
+    assert status.current_revision != status.update_revision
+
+
+def test_a_rolling_update_goes_from_the_last_pod_down_to_the_partition(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 1}}
+    body = a_running_set(replicas=3, podManagementPolicy="Parallel", updateStrategy=strategy)
+    apps.create_namespaced_stateful_set(ns, body)
+    names = ("decode-0", "decode-1", "decode-2")
+    until_ready(cluster, core, ns, *names)
+    change_template(apps, ns, "2")
+    until(lambda: versions(until_ready(cluster, core, ns, *names)) == [None, "2", "2"], cluster.patience_s)
+    whole = {"spec": {"updateStrategy": {"rollingUpdate": {"partition": 0}}}}
+    apps.patch_namespaced_stateful_set("decode", ns, whole, _content_type=MERGE_PATCH)
+    until(lambda: versions(until_ready(cluster, core, ns, *names)) == ["2", "2", "2"], cluster.patience_s)
+
+    def is_finished() -> bool:
+        status = apps.read_namespaced_stateful_set("decode", ns).status
+        return bool(status.current_revision == status.update_revision)
+
+    until(is_finished, cluster.patience_s)
+
+
+def test_a_set_takes_its_pods_along(cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str) -> None:
+    apps.create_namespaced_stateful_set(ns, a_running_set(replicas=1))
+    until_ready(cluster, core, ns, "decode-0")
+    apps.delete_namespaced_stateful_set("decode", ns)
+    until(lambda: not pods_of(core, ns), cluster.patience_s)
+
+
+def test_a_set_that_is_deleted_alone_leaves_its_pods(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    apps.create_namespaced_stateful_set(ns, a_running_set(replicas=1))
+    before = until_ready(cluster, core, ns, "decode-0")["decode-0"].metadata.uid
+    apps.delete_namespaced_stateful_set("decode", ns, propagation_policy="Orphan")
+    until(lambda: not succeeds(lambda: apps.read_namespaced_stateful_set("decode", ns), unless=404), cluster.patience_s)
+    until(lambda: not pods_of(core, ns)["decode-0"].metadata.owner_references, cluster.patience_s)
+    assert pods_of(core, ns)["decode-0"].metadata.uid == before
+
+
+def test_a_quota_refuses_pods_and_the_set_says_so(
+    cluster: Cluster, core: client.CoreV1Api, apps: client.AppsV1Api, ns: str
+) -> None:
+    core.create_namespaced_resource_quota(ns, {"metadata": {"name": "pods"}, "spec": {"hard": {"pods": "1"}}})
+    # a real server begins to enforce it a moment later
+    until(
+        lambda: cluster.patience_s < 60 or core.read_namespaced_resource_quota("pods", ns).status.hard,
+        cluster.patience_s,
+    )
+    apps.create_namespaced_stateful_set(ns, a_running_set(replicas=2, podManagementPolicy="Parallel"))
+
+    def is_told() -> bool:
+        events = core.list_namespaced_event(ns, field_selector="reason=FailedCreate").items
+        return any("exceeded quota: pods" in e.message and e.involved_object.name == "decode" for e in events)
+
+    until(is_told, cluster.patience_s)
+    assert sorted(pods_of(core, ns)) == ["decode-0"]
 
 
 # KubeRay
