@@ -24,7 +24,7 @@ from kubernetes import client as kubernetes_client
 
 from tests.kube.fake_api_faults import Faults
 from tests.kube.fake_api_http import Call, Listener
-from tests.kube.fake_api_rbac import ADMIN, User
+from tests.kube.fake_api_rbac import ADMIN, Access, User
 from tests.kube.fake_api_resources import NAMESPACES, RESOURCES, SERVICE_ACCOUNTS, Json, Resource
 from tests.kube.fake_api_store import Store
 from tests.kube.fake_api_verbs import Verbs
@@ -39,6 +39,7 @@ class FakeApi:
         self.calls: list[Call] = []
         self.admin_token = secrets.token_urlsafe()
         self._users = {self.admin_token: ADMIN}
+        self._in_flight: list[Access] = []
         self._lock = threading.Lock()
         for name in namespaces:
             self.verbs.create(NAMESPACES, "", {"metadata": {"name": name}})
@@ -85,6 +86,7 @@ class FakeApi:
     def client(self, token: str | None = None) -> kubernetes_client.ApiClient:
         """Of the official client; the caller closes it."""
         settings = kubernetes_client.Configuration(host=self.url)
+        settings.retries = False  # urllib3's: what a test makes fail is to be seen
         settings.api_key = {"authorization": f"Bearer {self.admin_token if token is None else token}"}
         return kubernetes_client.ApiClient(settings)
 
@@ -119,6 +121,11 @@ class FakeApi:
         with self._lock:
             return [call for call in self.calls if call.user == name]
 
+    def in_flight(self) -> list[Access]:
+        """Calls that have been read and not answered yet; watches that go on."""
+        with self._lock:
+            return list(self._in_flight)
+
     # What the handlers ask
 
     def user_of(self, token: str) -> User | None:
@@ -132,6 +139,11 @@ class FakeApi:
             self._users[token] = User.service_account(namespace, name)
         return token
 
+    def begin(self, access: Access) -> None:
+        with self._lock:
+            self._in_flight.append(access)
+
     def note(self, call: Call) -> None:
         with self._lock:
+            self._in_flight.remove(call.access)
             self.calls.append(call)

@@ -9,6 +9,7 @@ from tests.kube.fake_api_resources import NAMESPACES, ApiError, Json, Resource, 
 from tests.kube.fake_api_store import Store
 
 VERSION = {"major": "1", "minor": "37", "gitVersion": "v1.37.0", "platform": "linux/amd64"}
+VERSION |= dict.fromkeys(("buildDate", "compiler", "gitCommit", "gitTreeState", "goVersion"), "")
 MY_ACCESS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 HEALTH = ("/healthz", "/livez", "/readyz")
 VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]

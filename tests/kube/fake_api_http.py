@@ -32,7 +32,7 @@ BODY_METHODS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call as it was answered. `code` is 0 where the connection was closed without an answer."""
+    """One call as it was answered. `code` is 0 where the connection was closed before anything was done."""
 
     user: str
     access: Access
@@ -50,6 +50,7 @@ class Backend(Protocol):
     def resources(self) -> tuple[Resource, ...]: ...
     def user_of(self, token: str) -> User | None: ...
     def token_for(self, namespace: str, name: str) -> str: ...
+    def begin(self, access: Access) -> None: ...
     def note(self, call: Call) -> None: ...
 
 
@@ -156,6 +157,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _serve_objects(self, user: User, access: Access) -> None:
         backend = self.server.backend
+        backend.begin(access)
         fault = backend.faults.meet(access)
         code = 0
         try:
@@ -163,17 +165,16 @@ class Handler(BaseHTTPRequestHandler):
             authorize(backend.verbs.store, user, access)
             if access.verb == "watch":
                 code = 200
-                self._watch(access, fault)
-            else:
-                code, body = self._act(access, user)
-                if fault is not None and fault.drop_answer:
-                    raise Dropped
-                self._send(code, body)
+                return self._watch(access, fault)
+            code, body = self._act(access, user)
         except ApiError as error:
             code = error.code
             raise
         finally:
             backend.note(Call(user.name, access, code))
+        if fault is not None and fault.drop_answer:
+            raise Dropped
+        return self._send(code, body)
 
     def _suffer(self, fault: Fault | None) -> None:
         if fault is None:
