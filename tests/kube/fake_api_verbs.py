@@ -389,8 +389,21 @@ class Verbs:
             pod = self._live(PODS, namespace, name)
             budgets, pods, sets = (self.store.all(r, namespace) for r in (BUDGETS, PODS, STATEFUL_SETS))
             rules.check_eviction(pod, budgets, pods, sets)
-            self.delete(PODS, namespace, name, body.get("deleteOptions"), write)
+            options = body.get("deleteOptions") or {}
+            rules.check_preconditions(PODS, pod, options)
+            if not write.dry_run:
+                self.disrupt(pod, "EvictionByEvictionAPI", "Eviction API: evicting")
+                self.delete(PODS, namespace, name, {k: v for k, v in options.items() if k != "preconditions"})
         return success()
+
+    def disrupt(self, pod: Json, reason: str, message: str) -> None:
+        """Say in a pod's status why it is taken away."""
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
+        others = [c for c in pod["status"].get("conditions", ()) if c["type"] != "DisruptionTarget"]
+        conditions = [*others, condition | {"lastTransitionTime": now()}]
+        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        body = pod | {"status": pod["status"] | {"conditions": conditions}}
+        self.update(PODS, namespace, name, body, "status")
 
     def _live(self, resource: Resource, namespace: str, name: str) -> Json:
         if (live := self.store.get(key_of(resource, namespace, name))) is None:

@@ -107,7 +107,13 @@ class NodeController:
                 if at(pod, ("spec", "nodeName")) == name:
                     self._unready(pod)
                     if evicts and "deletionTimestamp" not in pod["metadata"]:
-                        self._verbs.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
+                        self._evict(pod)
+
+    def _evict(self, pod: Json) -> None:
+        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        live = self._verbs.get(PODS, namespace, name)
+        self._verbs.disrupt(live, "DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint")
+        self._verbs.delete(PODS, namespace, name)
 
     def _unready(self, pod: Json) -> None:
         status = pod["status"]

@@ -547,10 +547,30 @@ def test_an_eviction_that_a_budget_allows_ends_the_pod(cluster: Cluster, core: c
     until(lambda: is_ready(core.read_namespaced_pod("worker", ns)), cluster.patience_s)
     a_budget(cluster, ns, minAvailable=0)
 
+    since = core.list_namespaced_pod(ns).metadata.resource_version
     # the budget's controller may not have seen the pod yet
     until(lambda: succeeds(lambda: evict(core, ns, "worker"), unless=429), cluster.patience_s)
-    if succeeds(lambda: core.read_namespaced_pod("worker", ns), unless=404):
-        assert core.read_namespaced_pod("worker", ns).metadata.deletion_timestamp is not None
+    until(lambda: not succeeds(lambda: core.read_namespaced_pod("worker", ns), unless=404), cluster.patience_s)
+    last = [e["object"] for e in pod_events(core, ns, since)][-1]
+    assert last.metadata.deletion_timestamp is not None
+    assert ("DisruptionTarget", "EvictionByEvictionAPI") in [(c.type, c.reason) for c in last.status.conditions]
+
+
+def pod_events(core: client.CoreV1Api, ns: str, since: str) -> Iterator[Json]:
+    """Up to the end of the pod."""
+    for event in watch.Watch().stream(core.list_namespaced_pod, ns, resource_version=since, timeout_seconds=10):
+        yield event
+        if event["type"] == "DELETED":
+            return
+
+
+def test_an_eviction_is_of_the_very_pod_that_it_names(cluster: Cluster, core: client.CoreV1Api, ns: str) -> None:
+    core.create_namespaced_pod(ns, a_pod("worker"))
+    until(lambda: is_ready(core.read_namespaced_pod("worker", ns)), cluster.patience_s)
+    body = {"metadata": {"name": "worker", "namespace": ns}, "deleteOptions": {"preconditions": {"uid": "another"}}}
+    with refused(409, "Conflict"):
+        core.create_namespaced_pod_eviction("worker", ns, body)
+    assert core.read_namespaced_pod("worker", ns).metadata.deletion_timestamp is None
 
 
 def test_an_eviction_of_nobody_finds_nobody(core: client.CoreV1Api, ns: str) -> None:

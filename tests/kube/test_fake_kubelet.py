@@ -284,7 +284,7 @@ def lose_and_force(api: FakeApi, nodes: FakeKubelet) -> None:
 
 
 def test_a_lost_node_that_comes_back_soon_has_its_pods_ready_again(api: FakeApi) -> None:
-    with FakeKubelet(api, run_command, nodes=[Node("a", {GPU: 4})]) as nodes:
+    with FakeKubelet(api, run_command, nodes=[Node("a", {GPU: 4})], pace=PACE) as nodes:
         make(api, worker())
         until_ready(api, "decode-0")
         process = process_of(nodes)
