@@ -8,7 +8,7 @@ PACKAGES := baton baton_client engine kv_transfer worker prefill_worker decode_w
 BUILD := pyproject.toml setup.py baton/_kv_copy.c router/_prefix_index.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
-.PHONY: venv demo test test-live test-computing lint types stubs exact soak proto clean
+.PHONY: venv demo test test-live test-computing chart lint types stubs exact soak proto clean
 venv: .venv/installed
 demo: .venv/installed
 	@$(BIN)/baton model fetch smollm2
@@ -22,8 +22,11 @@ test: .venv/installed-test lint
 	@$(MAKE) -s -j4 types stubs test-computing test-live
 test-live: .venv/installed-test
 	@$(PYTEST) $(LIVE)
-test-computing: .venv/installed-test # its output comes at its end, in one piece
+test-computing: .venv/installed-test .venv/bin/helm # its output comes at its end, in one piece
 	@mkdir -p build; nice -n 19 $(PYTEST) -p no:cacheprovider $(COMPUTING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
+chart: .venv/installed-test .venv/bin/helm # the chart, the images and the controller on Kubernetes; packs build/baton-*.tgz
+	@$(PYTEST) tests/chart tests/docker tests/kube
+	@$(BIN)/helm package deploy/helm/baton --destination build
 lint: .venv/installed-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 types: .venv/installed-test
@@ -44,6 +47,8 @@ clean:
 
 .venv/bin/python:
 	@echo "Creating .venv" && $(PYTHON) -m venv .venv
+.venv/bin/helm: tests/chart/helm_binary.py | .venv/installed-test
+	@echo "Fetching Helm (37 MB)" && $(BIN)/python -m tests.chart.helm_binary $(BIN)
 .venv/installed: $(BUILD) | .venv/bin/python
 	@echo "Installing Baton and what it needs (torch and ray are large: some minutes)" && $(call INSTALL,.[worker]) && touch $@
 .venv/installed-test: $(BUILD) | .venv/bin/python

@@ -1,4 +1,4 @@
-"""`helm test`: the OpenAI API answers a short call through the Service. `check_api.py URL`; BATON_API_KEY where keys are asked for."""
+"""`helm test`: the OpenAI API answers a short call. `check_api.py URL`, with BATON_API_KEY where keys are asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 
 def main() -> int:
@@ -27,12 +28,11 @@ def main() -> int:
     return 0 if num_tokens else 1
 
 
-def _ask(url: str, key: str, body: dict[str, object] | None = None) -> dict[str, dict[str, int]]:
+def _ask(url: str, key: str, body: dict[str, object] | None = None) -> Any:
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
-        said: dict[str, dict[str, int]] = json.load(answer)
-        return said
+        return json.load(answer)
 
 
 if __name__ == "__main__":

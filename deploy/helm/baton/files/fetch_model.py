@@ -1,4 +1,6 @@
-"""Bring a model into the cache, or wait until another pod has: `fetch_model.py fetch|wait PATH --repo ID | --url URL --sha256 HEX`.
+"""Bring a model into the cache, or wait until another pod has.
+
+    fetch_model.py fetch|wait PATH --repo ID --revision NAME, or --url URL --sha256 HEX
 
     1 what is there already, whole, is left alone: PATH.fetched says so, written last
     2 one at a time: a lock beside PATH, so that pods of one node do not fetch into one folder together

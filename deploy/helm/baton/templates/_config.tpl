@@ -123,7 +123,7 @@ kubernetes:
 
 {{/* What a worker is made of: pods whose workers would be others are others. */}}
 {{- define "baton.config.worker" -}}
-{{- pick (include "baton.config.cluster" . | fromYaml) "model" "engine" "kv" "decode_kv_cache_dtype" "emulation" | toJson -}}
+{{- include "baton.config.model" . }}{{ include "baton.config.kv" . }}{{ toJson .Values.engine }}{{ toJson .Values.emulation -}}
 {{- end }}
 
 {{- define "baton.config.kv" -}}
@@ -137,10 +137,10 @@ frame_bytes: {{ int .Values.kv.frameBytes }}
 num_slots: {{ .Values.kv.numSlots }}
 lease_s: {{ .Values.kv.leaseSeconds }}
 transfer_timeout_s: {{ .Values.kv.transferTimeoutSeconds }}
-ucx:
-  {{- $ucx := .Values.kv.ucx }}
-  {{- if ne $rdma.addrType "auto" }}{{ $ucx = merge (dict "IB_ADDR_TYPE" $rdma.addrType) $ucx }}{{ end }}
-  {{- toYaml $ucx | nindent 2 }}
+{{- $ucx := dict }}
+{{- range $option, $value := .Values.kv.ucx }}{{ $_ := set $ucx $option (toString $value) }}{{ end }}
+{{- if ne $rdma.addrType "auto" }}{{ $_ := set $ucx "IB_ADDR_TYPE" $rdma.addrType }}{{ end }}
+ucx: {{ toJson $ucx }}
 {{- end }}
 
 {{/* GPUs that one worker takes; all enabled pools agree (_checks.tpl). */}}

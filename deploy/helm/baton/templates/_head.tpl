@@ -22,7 +22,7 @@ spec:
         - --port=6379
         - --node-ip-address=$(POD_IP)
         {{- range $flag, $value := include "baton.headStart" . | fromYaml }}
-        - --{{ $flag }}={{ $value }}
+        - {{ printf "--%s=%s" $flag $value | quote }}
         {{- end }}
         - --no-monitor
         - --block

@@ -3,7 +3,7 @@
 {{- $classes := list -}}
 {{- range .Values.slo.classes -}}
 {{- $class := dict -}}
-{{- range $name, $value := . }}{{ $_ := set $class (snakecase $name) $value }}{{ end -}}
+{{- range $name, $value := . }}{{ $_ := set $class (snakecase $name | replace "e_2e" "e2e") $value }}{{ end -}}
 {{- $classes = append $classes $class -}}
 {{- end -}}
 {{- toPrettyJson $classes -}}

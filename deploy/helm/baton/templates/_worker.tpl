@@ -54,7 +54,7 @@ spec:
         - --address={{ include "baton.rayAddress" $root }}
         - --node-ip-address=$(POD_IP)
         {{- range $flag, $value := include "baton.rayStart" (list $root $name) | fromYaml }}
-        - --{{ $flag }}={{ $value }}
+        - {{ printf "--%s=%s" $flag $value | quote }}
         {{- end }}
         - --block
       {{- end }}

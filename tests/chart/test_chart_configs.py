@@ -1,0 +1,144 @@
+"""What the processes read is what the values say, and the project's own loader takes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.config import ClusterConfig, EngineConfig, KubernetesConfig, KVTransferConfig, RouterConfig
+from baton.config_load import from_json, load
+from baton.slo import SLO
+from router.controller import ray_head
+from router.controller.admin_models import SLOClass
+from tests.chart.chart_rig import CHART, Release, merged, needs_helm, render
+from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
+
+pytestmark = needs_helm
+
+NOT_BY_CHART = ("model", "tls_dir")  # of a RouterConfig, which `load` derives from the cluster's
+
+
+def cluster_of(release: Release, fullname: str = "demo-baton") -> ClusterConfig:
+    return from_json(ClusterConfig, release.file(f"{fullname}-config", "cluster.json"))
+
+
+def fullname(name: str) -> str:
+    return "chat" if name == "another name" else "demo-baton"
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Path) -> None:
+    release = render(MATRIX[name])
+    files = release.get("ConfigMap", f"{fullname(name)}-config")["data"]
+    cluster = cluster_of(release, fullname(name))
+    assert cluster.kubernetes.fullname == fullname(name)
+    (tmp_path / "cluster.yaml").write_text(files["cluster.json"], encoding="utf-8")
+    loaded = load(tmp_path / "cluster.yaml", {}, {}).config
+    for file, text in files.items():
+        if file == "cluster.json":
+            continue
+        router = from_json(RouterConfig, text)
+        assert (router.model, router.tls_dir) == (loaded.model, loaded.router.tls_dir)
+        plain = {key: value for key, value in json.loads(text).items() if key not in NOT_BY_CHART}
+        (tmp_path / "router.yaml").write_text(json.dumps({"router": plain}), encoding="utf-8")
+        load(tmp_path / "router.yaml", {}, {})
+
+
+def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
+    """A setting that is added to these parts is either a value or listed here with its reason."""
+    raw = json.loads(render(EVERYTHING).file("demo-baton-config", "cluster.json"))
+    left = {
+        "engine": (EngineConfig, {"speculation"}),  # there is none yet
+        "kv": (
+            KVTransferConfig,
+            {"transport", "hello_timeout_s", "quiet_s", "max_resends"},
+        ),  # nobody had to change them
+        "kubernetes": (KubernetesConfig, {"api_server", "token_file", "ca_file"}),  # the pod's own
+    }
+    for part, (kind, names) in left.items():
+        assert set(kind.__dataclass_fields__) - raw[part].keys() == names, part
+
+
+def test_each_process_of_a_router_pod_has_its_own_port_and_shares_the_public_ones() -> None:
+    release = render(merged(LEAST, {"router": {"processes": 3}}))
+    configs = [from_json(RouterConfig, release.file("demo-baton-config", f"router-{i}.json")) for i in range(3)]
+    assert [config.process_port for config in configs] == [9100, 9101, 9102]
+    assert {(config.http_port, config.grpc_port, config.shared_ports) for config in configs} == {(8000, 50051, True)}
+    containers = release.get("Deployment", "demo-baton-router")["spec"]["template"]["spec"]["containers"]
+    for config, container in zip(configs, containers, strict=True):
+        assert container["readinessProbe"]["httpGet"] == {
+            "path": "/readyz",
+            "port": f"process-{config.process_port - 9100}",
+        }
+        assert {"containerPort": config.process_port} in [
+            {"containerPort": p["containerPort"]} for p in container["ports"]
+        ]
+
+
+def test_rdma_reaches_ucx() -> None:
+    kv = cluster_of(render(EVERYTHING)).kv
+    assert (kv.ucx_net_devices, kv.require_rdma, kv.ucx["IB_ADDR_TYPE"]) == ("mlx5_0:1,mlx5_1:1", True, "ib_global")
+    assert cluster_of(render(MATRIX["least"])).kv.ucx_net_devices == "all"
+
+
+def test_pools_of_equal_hardware_may_flip_and_others_may_not() -> None:
+    alike = cluster_of(render(LEAST)).kubernetes
+    assert alike.prefill_shape == alike.decode_shape
+    other = cluster_of(render(merged(LEAST, {"pools": {"decode": {"memory": "128Gi"}}}))).kubernetes
+    assert other.prefill_shape != other.decode_shape
+    drain = cluster_of(render(merged(LEAST, {"pools": {"decode": {"replicas": {"max": 3}}}}))).kubernetes
+    assert drain.prefill_shape == drain.decode_shape
+
+
+def test_slo_classes_are_what_the_admin_endpoint_takes() -> None:
+    classes = [
+        {
+            "name": "interactive",
+            "ttftMs": 2000,
+            "tpotMs": 100,
+            "itlP99Ms": 300,
+            "e2eMs": 9000,
+            "weight": 2,
+            "priority": 5,
+        },
+        {"name": "batch", "ttftMs": 60000, "tpotMs": 1000, "percentile": 0.9},
+    ]
+    seed: list[dict[str, Any]] = json.loads(
+        render(merged(LEAST, {"slo": {"classes": classes}})).file("demo-baton-seed", "slo.json")
+    )
+    named = [SLOClass(**{k: v for k, v in one.items() if k != "name"}).named(one["name"]) for one in seed]
+    assert named[0] == SLO("interactive", 2000.0, 100.0, 300.0, 9000.0, weight=2.0, priority=5)
+    assert named[1].percentile == 0.9
+
+
+def test_ray_is_started_with_the_environment_that_was_measured(tmp_path: Path) -> None:
+    """What `baton up` gives, less what is for one machine only; the head's storage and hook are its own."""
+    ours = dict(ray_head.environ(tmp_path / "token", tmp_path))
+    of_machine = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
+    of_head = {"RAY_gcs_storage", "RAY_gcs_storage_path", "RAY_START_HOOK"}
+    for name in ("least", "kuberay"):
+        for pod_name, pod in render(MATRIX[name]).pods():
+            for container in pod["spec"]["containers"]:
+                env = {item["name"]: item.get("value") for item in container.get("env", [])}
+                theirs = {key for key in env if key.startswith("RAY_")}
+                if not theirs:
+                    continue
+                is_head = container["name"] == "head"
+                assert theirs == ours.keys() - of_machine - (set() if is_head else of_head), (
+                    pod_name,
+                    container["name"],
+                )
+                for key in theirs - {"RAY_AUTH_TOKEN_PATH", "RAY_gcs_storage_path"}:
+                    assert env[key] == ours[key], key
+
+
+def test_the_defaults_of_routers_are_the_codes_own() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    ours, code = from_json(RouterConfig, render(LEAST).file("demo-baton-config", "router-0.json")), RouterConfig()
+    differ = {name for name in RouterConfig.__dataclass_fields__ if getattr(ours, name) != getattr(code, name)}
+    assert differ <= {"host", "control_address", "process_port", "model", "batch", "cost"}
+    assert values["router"]["settings"]
