@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -16,6 +17,9 @@ from router.controller import ray_head
 from router.controller.admin_models import SLOClass
 from tests.chart.chart_rig import CHART, Release, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 pytestmark = needs_helm
 
@@ -51,7 +55,7 @@ def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Pat
 def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
     """A setting that is added to these parts is either a value or listed here with its reason."""
     raw = json.loads(render(EVERYTHING).file("demo-baton-config", "cluster.json"))
-    left = {
+    left: dict[str, tuple[type[DataclassInstance], set[str]]] = {
         "engine": (EngineConfig, {"speculation"}),  # there is none yet
         "kv": (
             KVTransferConfig,
@@ -60,7 +64,7 @@ def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
         "kubernetes": (KubernetesConfig, {"api_server", "token_file", "ca_file"}),  # the pod's own
     }
     for part, (kind, names) in left.items():
-        assert set(kind.__dataclass_fields__) - raw[part].keys() == names, part
+        assert {field.name for field in dataclasses.fields(kind)} - raw[part].keys() == names, part
 
 
 def test_each_process_of_a_router_pod_has_its_own_port_and_shares_the_public_ones() -> None:
@@ -139,6 +143,7 @@ def test_ray_is_started_with_the_environment_that_was_measured(tmp_path: Path) -
 def test_the_defaults_of_routers_are_the_codes_own() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     ours, code = from_json(RouterConfig, render(LEAST).file("demo-baton-config", "router-0.json")), RouterConfig()
-    differ = {name for name in RouterConfig.__dataclass_fields__ if getattr(ours, name) != getattr(code, name)}
+    names = [field.name for field in dataclasses.fields(RouterConfig)]
+    differ = {name for name in names if getattr(ours, name) != getattr(code, name)}
     assert differ <= {"host", "control_address", "process_port", "model", "batch", "cost"}
     assert values["router"]["settings"]

@@ -38,7 +38,8 @@ def part_of(release_name: str, name: str) -> str:
 
 
 def matches(selector: dict[str, str], pod: Manifest) -> bool:
-    return selector.items() <= pod["metadata"]["labels"].items()
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return selector.items() <= labels.items()
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -231,7 +232,9 @@ def test_both_pools_stay_in_one_island_of_the_fabric() -> None:
 
 
 def test_what_the_user_asks_of_placement_stays_beside_the_fabric() -> None:
-    mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}}
+    mine: dict[str, Any] = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}
+    }
     values = merged(EVERYTHING, {"pools": {"decode": {"affinity": mine}}})
     affinity = dict(render(values).workers())["decode"]["spec"]["affinity"]
     assert affinity.keys() == {"nodeAffinity", "podAffinity"}
@@ -287,9 +290,7 @@ def test_pods_are_replaced_when_what_they_read_at_start_changes() -> None:
 
     before = marks({})
     engine = marks({"engine": {"maxNumSeqs": 8}})
-    assert all(
-        engine[f"StatefulSet/demo-baton-{role}"] != before[f"StatefulSet/demo-baton-{role}"]
-        for role in ("prefill", "decode")
-    )
+    sets = {f"StatefulSet/demo-baton-{role}" for role in ("prefill", "decode")}
+    assert sets <= {name for name in before if before[name] != engine[name]}
     mode = marks({"scaler": {"mode": "auto"}})
     assert {name for name in before if before[name] != mode[name]} == {"Deployment/demo-baton-controller"}
