@@ -13,7 +13,6 @@ from router.controller.admin_models import FlipOrder, ReasonOnly, RoleName, Scal
 from router.controller.autoscaler.acts import Act, Drain, Flip, Tune, Wake
 from router.controller.autoscaler.facts import Tuning
 from router.controller.controller import Controller
-from router.controller.fleet_state import AfterDrain
 from router.controller.live_control import LiveControl
 from router.controller.pool_orders import Order, PoolOrders
 
@@ -65,7 +64,7 @@ def _add_orders(api: APIRouter, orders: PoolOrders, doors: Doors) -> None:
     @api.post("/workers/{worker_id}:end")
     async def end(worker_id: str, body: ReasonOnly = NO_REASON, who: str = operate) -> dict[str, object]:
         """For good, once idle."""
-        return await pull(Drain(worker_id), who, body.reason)
+        return await pull(Drain(worker_id, or_another=False), who, body.reason)
 
     @api.post("/workers/{worker_id}:tune")
     async def tune(worker_id: str, body: TuneOrder, who: str = operate) -> dict[str, object]:
@@ -79,7 +78,7 @@ def _pool_json(controller: Controller, role: Role) -> dict[str, object]:
     loads = [view.load for member in members if (view := controller.view(member.worker_id))]
     return {
         "workers": [member.worker_id for member in members],
-        "desired": sum(member.after_drain is AfterDrain.STAY for member in members),  # neither to leave nor to stand by
+        "desired": sum(member.stays for member in members),  # neither to leave nor to stand by
         **{f"num_{state}": states[state] for state in _STATES},
         "num_flipping": sum(bool(load.next_role) for load in loads),
         "num_running": sum(load.num_running for load in loads),

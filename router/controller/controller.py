@@ -148,6 +148,14 @@ class Controller:
         self.fleet.lost(worker_id, epoch, reason)
         self._wake()
 
+    def vanished(self, worker_id: str, reason: str) -> None:
+        """Its machine is gone. Routers are told at once; a straggler is refused, the next process is not."""
+        self.fleet.vanished(worker_id)
+        if session := self._sessions.pop(worker_id, None):
+            self._close(session, reason)
+        log.warning("worker_vanished", worker=worker_id, reason=reason)
+        self._wake()
+
     def view(self, worker_id: str) -> WorkerView | None:
         """What the worker last said of itself; None while there is no Session."""
         session = self._sessions.get(worker_id)

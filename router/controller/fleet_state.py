@@ -7,7 +7,8 @@ Life of one worker id:
     4. ready      the same epoch was heard again, or a restarted process announced a new epoch
     5. draining   no new work. Once idle: it stays so, or becomes standby, or is ended, as `after_drain` says
     6. standby    idle with its weights loaded, until it is wanted again
-    7. forgotten  ended for good: whoever announces that id again is refused, until it is expected anew
+    7. starting   its machine is gone: whatever ran there may not come back, another process may
+    8. forgotten  ended for good: whoever announces that id again is refused, until it is expected anew
 An epoch that was replaced never comes back: a split-brain actor that announces it is refused. What was wanted (role,
 draining and what follows it, tuning) outlives a restart. Names given here are never given twice. `version` grows with every
 change that routers must see or that must be kept, and with nothing else.
@@ -33,6 +34,7 @@ class AfterDrain(enum.StrEnum):
     STAY = ""
     STANDBY = "standby"
     END = "end"
+    RETURN = "return"  # its machine takes it down, or will; the next process of this worker takes work again
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Member:
     shape: str = ""
     fingerprint: str = ""
     num_restarts: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """It is neither to be ended nor to stand by; it may be away for a while."""
+        return self.after_drain in (AfterDrain.STAY, AfterDrain.RETURN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,8 @@ class Fleet:
         restarted = known.epoch not in (0, said.epoch)
         if restarted:
             self._replaced_epochs.add((said.worker_id, known.epoch))
+        if known.epoch != said.epoch and known.after_drain is AfterDrain.RETURN:
+            known = replace(known, draining=False, after_drain=AfterDrain.STAY)
         member = replace(
             known,
             state=_state(known),
@@ -172,6 +181,14 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is not None and member.epoch == epoch:
             self._put(replace(member, state=FAILED, reason=reason))
+
+    def vanished(self, worker_id: str) -> None:
+        """Its machine is gone, and its process with it; another one may come up in its place."""
+        member = self._members.get(worker_id)
+        if member is not None and member.epoch:
+            self._replaced_epochs.add((worker_id, member.epoch))
+            gone = replace(member, state=STARTING, reason="", epoch=0, address="", pid=0)
+            self._put(replace(gone, num_restarts=member.num_restarts + 1))
 
     def want_draining(self, worker_id: str, draining: bool, after: AfterDrain = AfterDrain.STAY) -> Member:
         """Raises: NotFound."""

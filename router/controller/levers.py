@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequest, Unavailable
 from baton.log import get_log
@@ -100,7 +100,10 @@ class Levers:
                 return f"create {await self._scaler.scale_up(role, shape)}"
             case Drain(worker_id, keep_standby):
                 member = self._member(worker_id, READY, DRAINING, FAILED, STARTING)
-                later = await self._drain(member, keep_standby, budget)
+                if not keep_standby and (other := await self._victim(member, act.or_another)) is not member:
+                    act, member = replace(act, worker_id=other.worker_id), other
+                    later = f", since {worker_id} cannot be ended before it"
+                later += await self._drain(member, keep_standby, budget)
             case GiveUp(worker_id):
                 later = await self._give_up(self._expendable(self._controller.fleet.get(worker_id)))
         return describe(act) + later
@@ -141,16 +144,26 @@ class Levers:
         if keep_standby and member.state in (FAILED, STARTING):
             state = f"away: {member.reason}" if member.state == FAILED else member.state
             raise InvalidRequest(f"{member.worker_id} is {state}", field="worker_id")
-        if not keep_standby:
-            size = await self._scaler.get(member.shape)
-            if member.worker_id not in size.victims:
-                raise InvalidRequest(
-                    f"{member.worker_id} cannot be ended before {', '.join(size.victims)}", field="worker_id"
-                )
         if member.state in (FAILED, STARTING):
             self._controller.let_go(member.worker_id)
             return ""
         return await self._tell_draining(member, True, AfterDrain.STANDBY if keep_standby else AfterDrain.END)
+
+    async def _victim(self, member: Member, or_another: bool) -> Member:
+        """Who is to be drained for the end of this one: itself, or another one that does the same and may be ended.
+
+        Raises:
+            InvalidRequest: nobody may.
+            Unavailable: the platform does not answer.
+        """
+        victims = (await self._scaler.get(member.shape)).victims
+        if member.worker_id in victims:
+            return member
+        others = [m for m in self._controller.fleet.members() if m.worker_id in victims and m.role is member.role]
+        for other in others:
+            if or_another and other.state in (READY, STARTING, FAILED) and other.after_drain is AfterDrain.STAY:
+                return other
+        raise InvalidRequest(f"{member.worker_id} cannot be ended before {', '.join(victims)}", field="worker_id")
 
     def _member(self, worker_id: str, *states: str) -> Member:
         """Raises: NotFound, or InvalidRequest: it is in another state, or is being ended."""
@@ -185,10 +198,10 @@ class Levers:
         shape. Who is to leave or stands by does not count."""
         others = [m for m in self._controller.fleet.members() if m.worker_id != member.worker_id]
         name, most = role.name.lower(), budget.pools()[role.name.lower()].max_workers
-        if most is not None and sum(m.role is role and m.after_drain is AfterDrain.STAY for m in others) >= most:
+        if most is not None and sum(m.role is role and m.stays for m in others) >= most:
             raise InvalidRequest(f"{name}.max_workers = {most}: so many are there", field=f"{name}.max_workers")
         num_gpus = (sum(m.after_drain is not AfterDrain.END for m in others) + 1) * self._gpus_per_worker
-        is_more = member.after_drain is not AfterDrain.STAY  # a flip takes no more than it had
+        is_more = not member.stays  # a flip takes no more than it had
         if is_more and budget.max_gpus is not None and num_gpus > budget.max_gpus:
             raise InvalidRequest(f"max_gpus = {budget.max_gpus}: with this worker {num_gpus} stay", field="max_gpus")
         shape = self._scaler.shape_of(role)
@@ -232,11 +245,12 @@ class Levers:
     def _due(self) -> Iterator[tuple[str, str, str]]:
         """Ends that are due: lever, worker and why. Those that may stand by do so."""
         for member in self._controller.fleet.members():
-            if why := self._given_up(member):
+            can_end = self._scaler.can_end(member.worker_id)
+            if can_end and (why := self._given_up(member)):
                 yield "give_up", member.worker_id, why
             elif member.after_drain is AfterDrain.STANDBY and member.state == DRAINING and self._is_idle(member):
                 self._controller.stand_by(member.worker_id)
-            elif member.after_drain is AfterDrain.END and (why := self._may_end(member)):
+            elif member.after_drain is AfterDrain.END and (why := self._may_end(member)) and can_end:
                 yield "end", member.worker_id, why
 
     def _given_up(self, member: Member) -> str:

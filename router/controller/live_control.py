@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 from baton.config import ClusterConfig
@@ -11,22 +10,22 @@ from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.disaggregation import FallingBack
 from router.controller.autoscaler.scaler import Times
 from router.controller.controller import Controller
-from router.controller.database import Database
-from router.controller.lease import Lease
+from router.controller.lease import Leadership
 from router.controller.levers import Levers, Waits
 from router.controller.live_facts import LiveFacts, gpus_per_worker
 from router.controller.live_times import LiveTimes
 from router.controller.planner import Planner, planner_of
 from router.controller.pool_orders import PoolOrders
-from router.controller.ray_fleet import REVIVE_S, RayFleet
+from router.controller.pool_scaler import PoolScaler
+from router.controller.ray_actors import REVIVE_S
 from router.series import Registry
 
 
 class LiveControl:
-    """Create it inside the event loop; it blocks for a transaction on the database, before anything is served."""
+    """Create it inside the event loop."""
 
-    def __init__(self, controller: Controller, cluster: ClusterConfig, machines: RayFleet, database: Database) -> None:
-        """Raises: ConfigError: the database cannot be used."""
+    def __init__(self, controller: Controller, cluster: ClusterConfig, machines: PoolScaler, lease: Leadership) -> None:
+        """`lease`: whether this process is the one that acts."""
         times = times_of(cluster)
         self.registry = Registry()
         self.live_times = LiveTimes(times)
@@ -41,7 +40,7 @@ class LiveControl:
             self.facts,
             _scaler(cluster, times, self.planner),
             self.live_times,
-            Lease(database, "autoscaler", secrets.token_hex(8)),
+            lease,
             self.registry,
         )
         self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record, lambda: self.loop.leads)

@@ -121,7 +121,7 @@ class LiveFacts:
             most=most,
             load=load_of(view.load, now_s, view.opened.block_size) if view else None,
             serves=not member.draining,
-            leaves=not member.draining or member.after_drain is not AfterDrain.STAY,
+            leaves=not member.draining or not member.stays,
             stands_by=member.after_drain is AfterDrain.STANDBY,
         )
 
@@ -157,6 +157,8 @@ class LiveFacts:
 
 def gpus_per_worker(cluster: ClusterConfig) -> int:
     """Of a machine without GPUs each worker counts as one."""
+    if cluster.kubernetes.fullname:
+        return max(1, cluster.kubernetes.gpus_per_worker)
     return cluster.emulation.tp if cluster.emulation.gpu else 1
 
 

@@ -2,6 +2,7 @@
 
     1. open the database, serve Control (gRPC) and the admin endpoint (HTTP)
     2. print one JSON line: {"pid", "control_address", "admin_port"}; log lines go to stderr
+    In a cluster (docs/kubernetes.md) it first waits until it leads, and ends once another one does
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
        A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
@@ -15,14 +16,17 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import uvicorn
@@ -42,13 +46,19 @@ from router.controller.admin_tokens import TokenFiles
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
-from router.controller.fleet_store import FleetStore
+from router.controller.fleet_store import Fleets, FleetStore
+from router.controller.kube.seeds import put_values_in_force, seeded_budget, seeded_classes
+from router.controller.lease import Lease
 from router.controller.live_control import LiveControl
 from router.controller.live_facts import gpus_per_worker
 from router.controller.planner import hand_back
 from router.controller.rate_store import RateStore
 from router.controller.ray_fleet import RayFleet, sizes_of
 from router.controller.settings import began
+from router.controller.slo_store import SLOSet
+
+if TYPE_CHECKING:
+    from router.controller.kube.platform import Platform
 
 log = get_log("controller.main")
 
@@ -76,23 +86,31 @@ async def _serve(cluster: ClusterConfig) -> None:
     grpc_wakeups.never_block()
     stop = _stop_on_signal()
     config = cluster.controller
+    kube = _platform(cluster)
+    if kube is not None and not await kube.lead(stop):
+        kube.close()
+        return
     run_dir = Path(config.run_dir)
     trust = PeerTrust(cluster.tls_dir_of(Part.CONTROLLER), Part.CONTROLLER)
     tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
     database = database_of(config.database, run_dir)
     sizes = {role.name.lower(): size for role, size in sizes_of(cluster).items()}
     classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
-    store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
-    if FleetStore(run_dir / FLEET_FILE).load().is_new:
-        await asyncio.to_thread(_begin, store, cluster)
+    classes = seeded_classes(cluster.kubernetes, classes)
+    documents = kube.documents if kube else None
+    store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes, documents)
+    fleets: Fleets = kube.fleets if kube else FleetStore(run_dir / FLEET_FILE)
+    is_new = (await asyncio.to_thread(fleets.load)).is_new
+    await asyncio.to_thread(_begin, store, cluster, classes, is_new=is_new)
     rates = RateStore(run_dir / RATES_FILE)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation, rates)
+    controller = Controller(config, store, fleets, trust, cluster.emulation, rates)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
-    fleet = RayFleet(controller, cluster, control_address)
-    live = LiveControl(controller, cluster, fleet, database)
+    fleet = kube.machines(controller) if kube else RayFleet(controller, cluster, control_address)
+    lease = kube.lease if kube else Lease(database, "autoscaler", secrets.token_hex(8))
+    live = LiveControl(controller, cluster, fleet, lease)
     await control.start()
     listener = _bind_admin(config)
     planner = live.planner
@@ -104,6 +122,8 @@ async def _serve(cluster: ClusterConfig) -> None:
         pays=planner.pays if planner else None,
         control=live,
     )
+    if kube is not None:
+        kube.show(app, tokens.current, live.registry)
     admin = _AdminServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
@@ -114,6 +134,9 @@ async def _serve(cluster: ClusterConfig) -> None:
         "planner": live.plan,
         "local prefill": partial(hand_back, controller, planner),
     }
+    if kube is not None:
+        for_ever["cluster"] = kube.look_after
+        for_ever["lease"] = partial(kube.until_lost, stop)
     tasks = [asyncio.create_task(_keep_running(name, run), name=name) for name, run in for_ever.items()]
     await stop.wait()
     for task in tasks:
@@ -125,6 +148,8 @@ async def _serve(cluster: ClusterConfig) -> None:
     await control.stop(grace=1.0)  # routers hold Watch open for ever; a second lets answers under way out
     admin.should_exit = True
     await serving
+    if kube is not None:
+        kube.close()
     database.close()
 
 
@@ -138,10 +163,34 @@ async def _keep_running(name: str, run: Callable[[], Awaitable[None]]) -> None:
             await asyncio.sleep(_AGAIN_S)
 
 
-def _begin(store: ControlStore, cluster: ClusterConfig) -> None:
-    """Put in force what the configuration of a new fleet asks for. Raises: ConfigError: it cannot be."""
+def _platform(cluster: ClusterConfig) -> Platform | None:
+    """Raises: ConfigError."""
+    if not cluster.kubernetes.fullname:
+        return None
+    try:
+        from router.controller.kube.platform import Platform  # its client is an extra
+    except ImportError as error:
+        raise ConfigError(
+            f"kubernetes.fullname is set, but its client is missing ({error}); pip install 'baton[kubernetes]'",
+            field="kubernetes.fullname",
+        ) from None
+    return Platform(cluster)
+
+
+def _begin(store: ControlStore, cluster: ClusterConfig, classes: SLOSet, *, is_new: bool) -> None:
+    """Put in force what the configuration asks for: some of it each time, the rest of a new fleet. Raises: ConfigError."""
+    if cluster.kubernetes.slo_source == "values":
+        put_values_in_force(store.slo, classes)
+    if is_new:
+        _begin_fleet(store, cluster)
+
+
+def _begin_fleet(store: ControlStore, cluster: ClusterConfig) -> None:
+    """Raises: ConfigError: it cannot be."""
     config, current = cluster.controller, store.settings.current()
     asked = began(current.value, config.mode, config.max_gpus)
+    if cluster.kubernetes.fullname and current.version == 1:  # bounds of an older store are its operators'
+        asked = replace(asked, budget=seeded_budget(cluster.kubernetes, asked.budget))
     if asked != current.value:
         try:
             asked.budget.check(gpus_per_worker(cluster))

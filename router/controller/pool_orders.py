@@ -85,7 +85,7 @@ class PoolOrders:
     def acts(self, role: Role, num_workers: int) -> list[Act]:
         """The cheapest way to a size: back from draining, woken, created; or, the youngest first, not started, drained."""
         members = [member for member in self._controller.fleet.members() if member.role is role]
-        stay = [member for member in members if member.after_drain is AfterDrain.STAY]
+        stay = [member for member in members if member.stays]
         missing = num_workers - len(stay)
         if missing >= 0:
             is_ending = self._controller.is_ending

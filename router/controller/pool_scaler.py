@@ -19,7 +19,7 @@ class PoolSize:
     desired: int  # that should be there
     ready: int  # that are up, whatever they do
     pending: tuple[str, ...]  # asked for, nothing of them is up yet
-    victims: tuple[str, ...]  # any of them may be ended next; a StatefulSet only ever offers its last one
+    victims: tuple[str, ...]  # any of them may be drained for its end; a StatefulSet offers its last ones
     spare: int | None  # how many more fit on the machines; None: nobody knows
 
 
@@ -40,6 +40,10 @@ class PoolScaler(Protocol):
             InvalidRequest: there is no such shape.
             Unavailable: it does not fit, or the platform does not answer.
         """
+        ...
+
+    def can_end(self, worker_id: str) -> bool:
+        """Whether nobody has to be ended before it. A drained worker of which this does not hold waits."""
         ...
 
     async def scale_down(self, worker_id: str) -> None:

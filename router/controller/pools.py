@@ -35,6 +35,8 @@ class Placement:
     server: str  # "module:class" that the actor shell runs
     start_timeout_s: float
     log_dir: str  # a file per worker; "" = Ray's own
+    num_gpus: float = 0.0
+    own_node: str = ""  # each worker to the node that offers the resource <this><worker id>; "" = to any
 
 
 class RayPools:
@@ -131,6 +133,8 @@ class RayPools:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=self._placement.num_cpus,
+            num_gpus=self._placement.num_gpus,
+            resources={f"{own_node}{config.worker_id}": 1.0} if (own_node := self._placement.own_node) else {},
         ).remote(to_json(config), self._placement.server, self._placement.log_dir)
         return cast("ActorHandle[WorkerActor]", actor)  # ray's own type also allows for a class
 

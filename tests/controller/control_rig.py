@@ -86,6 +86,9 @@ class Machines:
             await self.start(worker_id, role.name.lower())
         return worker_id
 
+    def can_end(self, worker_id: str) -> bool:
+        return True
+
     async def scale_down(self, worker_id: str) -> None:
         await self.get(SHAPE)
         await self.stop(worker_id)

@@ -14,7 +14,7 @@ import pytest
 from baton.config import ClusterConfig, ControllerConfig, WorkerConfig
 from baton.errors import ConfigError, InvalidRequest, Unavailable
 from baton.request import Role
-from router.controller import pools, ray_fleet
+from router.controller import pools, ray_actors, ray_fleet
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
@@ -140,7 +140,7 @@ async def test_one_more_worker_has_a_name_of_its_own_and_fits_or_is_refused(cont
 async def test_while_ray_hangs_nobody_waits_for_it_long_and_the_same_is_asked_once(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "_ASK_S", 0.05)
+    monkeypatch.setattr(ray_actors, "_ASK_S", 0.05)
     ray, comes_back, num_asked = FakeRay(), threading.Event(), 0
 
     def hangs() -> int:
@@ -157,7 +157,7 @@ async def test_while_ray_hangs_nobody_waits_for_it_long_and_the_same_is_asked_on
         with pytest.raises(Unavailable, match="did not answer"):
             await fleet.get("cpu")
     comes_back.set()
-    await until(lambda: not fleet._open)
+    await until(lambda: not fleet._actors._open)
     assert ((await fleet.get("cpu")).spare, num_asked) == (4, 2)
     running.cancel()
 

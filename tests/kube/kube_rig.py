@@ -89,7 +89,7 @@ def pod(name: str, home: str, *, ip: str = "10.0.0.1", phase: str = "Running", r
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "labels": labels},
-        "spec": {"containers": [{"name": "worker", "image": "baton-worker:1"}]},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "worker", "image": "baton-worker:1"}]},
         "status": {
             "phase": phase,
             "podIP": ip,

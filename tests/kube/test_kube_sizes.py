@@ -15,15 +15,13 @@ from router.controller.kube.ray_cluster import RayClusterPool
 from router.controller.kube.sizes import StatefulSetPool
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_faults import Fault
-from tests.kube.fake_api_resources import Json, custom_resource
+from tests.kube.fake_api_resources import Json
 from tests.kube.kube_rig import kube_api, stateful_set
-
-RAY_CLUSTERS = custom_resource("ray.io", "v1", "rayclusters", "RayCluster")
 
 
 @pytest.fixture
 def fake() -> Iterator[FakeApi]:
-    with FakeApi(custom=[RAY_CLUSTERS]) as fake:
+    with FakeApi() as fake:
         fake.load([stateful_set("decode", 3), ray_cluster()], "baton")
         yield fake
 
@@ -146,12 +144,25 @@ def group_of(api: KubeApi) -> tuple[int, tuple[str, ...]]:
 def test_a_worker_group_grows_and_names_its_victims_in_one_patch(fake: FakeApi, api: KubeApi) -> None:
     pods = {"demo-decode-worker-x", "demo-decode-worker-y"}
     pool = RayClusterPool(api, "demo", "decode", lambda: pods)
-    assert pool.scale_up(1, anything) == ()
+    assert pool.scale_up(1, anything) == ("demo-decode-awaited-0",)
+    assert pool.get(pods).pending == ("demo-decode-awaited-0",)
+    pods.add("demo-decode-worker-z")
+    assert not pool.get(pods).pending
     assert group_of(api) == (3, ())
     pool.scale_down({"demo-decode-worker-x"}, anything)
     assert group_of(api) == (2, ("demo-decode-worker-x",))
     assert [call.access.verb for call in fake.calls if "rayclusters" in call.access.path].count("patch") == 2
-    assert pool.get({"demo-decode-worker-y"}).victims == ("demo-decode-worker-y",)
+    assert pool.get({"demo-decode-worker-y"}).victims == ("demo-decode-worker-y", "demo-decode-worker-z")
+
+
+def test_what_was_asked_for_and_never_came_is_taken_back_once(fake: FakeApi, api: KubeApi) -> None:
+    pool = RayClusterPool(api, "demo", "decode", lambda: {"demo-decode-worker-x"})
+    assert pool.get(set()).victims == ("demo-decode-awaited-0", "demo-decode-worker-x")
+    fake.faults.add(Fault(verb="patch", resource="rayclusters", drop_answer=True, times=1))
+    with pytest.raises(Unavailable):
+        pool.scale_down({"demo-decode-awaited-0"}, anything)
+    pool.scale_down({"demo-decode-awaited-0"}, anything)
+    assert group_of(api) == (1, ())
 
 
 def test_a_shrink_of_which_the_answer_was_lost_is_not_done_twice(fake: FakeApi, api: KubeApi) -> None:

@@ -66,6 +66,7 @@ class Drain:
 
     worker_id: str
     keep_standby: bool = False
+    or_another: bool = True  # of the same role: some platforms end their workers in an order of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from router.controller.kube.sizes import TRIES, Allows, SetSize
 
 
 class RayClusterPool:
-    """One group. `pods`: names of those that are there now, of this group."""
+    """One group. `pods`: names of those that are there now, of this group, and not about to end."""
 
     def __init__(self, api: KubeApi, cluster: str, group: str, pods: Callable[[], Collection[str]]) -> None:
         self._api = api
@@ -33,27 +33,36 @@ class RayClusterPool:
         return self._read().replicas
 
     def get(self, ready: Collection[str]) -> SetSize:
-        group, pods = self._read(), sorted(self._pods())
-        staying = tuple(name for name in pods if name not in group.to_delete)
-        there = sum(name in ready for name in staying)
-        return SetSize(group.replicas, there, tuple(n for n in staying if n not in ready), staying)
+        group = self._read()
+        staying, awaited = self._staying(group), self._awaited(group)
+        there = [name for name in staying if name in ready]
+        waiting = tuple(name for name in staying if name not in ready)
+        return SetSize(group.replicas, len(there), (*waiting, *awaited), (*reversed(awaited), *staying))
 
     def scale_up(self, num_pods: int, allows: Allows) -> tuple[str, ...]:
-        self._resize(lambda group: (group.replicas + num_pods, group.to_delete), allows)
-        return ()
+        before = self._resize(lambda group: (group.replicas + num_pods, group.to_delete), allows)
+        first = len(self._awaited(before))
+        return tuple(self._placeholder(first + n) for n in range(num_pods))
 
     def scale_down(self, victims: Collection[str], allows: Allows) -> None:
         def without(group: WorkerGroup) -> tuple[int, tuple[str, ...]]:
-            pods = self._pods()
+            pods, awaited = self._pods(), self._awaited(group)
             leaving = [name for name in group.to_delete if name in pods]
-            more = [name for name in sorted(victims) if name in pods and name not in leaving]
-            return max(0, group.replicas - len(more)), (*leaving, *more)
+            more = [name for name in self._staying(group) if name in victims]
+            num_awaited = sum(name in victims for name in awaited)
+            return group.replicas - len(more) - num_awaited, (*leaving, *more)
 
         self._resize(without, allows)
 
-    def give_up(self, num_pods: int, allows: Allows) -> None:
-        """So many that were asked for and never came."""
-        self._resize(lambda group: (max(0, group.replicas - num_pods), group.to_delete), allows)
+    def _staying(self, group: WorkerGroup) -> list[str]:
+        return sorted(name for name in self._pods() if name not in group.to_delete)
+
+    def _awaited(self, group: WorkerGroup) -> list[str]:
+        """Names that stand for pods until KubeRay has made them."""
+        return [self._placeholder(n) for n in range(group.replicas - len(self._staying(group)))]
+
+    def _placeholder(self, number: int) -> str:
+        return f"{self._cluster}-{self._group}-awaited-{number}"
 
     def _read(self) -> WorkerGroup:
         """Raises: NotFound."""
@@ -62,19 +71,20 @@ class RayClusterPool:
                 return group
         raise NotFound(f"the RayCluster {self._cluster} has no worker group {self._group!r}", field="kubernetes.mode")
 
-    def _resize(self, decide: Callable[[WorkerGroup], tuple[int, tuple[str, ...]]], allows: Allows) -> None:
+    def _resize(self, decide: Callable[[WorkerGroup], tuple[int, tuple[str, ...]]], allows: Allows) -> WorkerGroup:
+        """The group before."""
         for _ in range(TRIES):
             group = self._read()
             size, to_delete = decide(group)
-            if (size, to_delete) == (group.replicas, group.to_delete):
-                return
+            if size == group.replicas and set(to_delete) == set(group.to_delete) & set(self._pods()):
+                return group
             if size != group.replicas:
                 allows(size)
             try:
                 self._api.patch_ray_cluster(self._cluster, _operations(group, size, to_delete))
             except Conflict:
                 continue
-            return
+            return group
         raise Unavailable(f"the RayCluster {self._cluster} changes faster than it can be scaled", retry_after_s=1.0)
 
 

@@ -30,7 +30,7 @@ class SetSize:
     desired: int
     ready: int
     pending: tuple[str, ...]
-    victims: tuple[str, ...]  # in the order in which they would have to go
+    victims: tuple[str, ...]  # all of them, in the order in which they would have to go
 
 
 class PodPool(Protocol):
@@ -48,7 +48,7 @@ class PodPool(Protocol):
         ...
 
     def scale_up(self, num_pods: int, allows: Allows) -> tuple[str, ...]:
-        """Names of the pods that will come; none where nobody knows yet.
+        """Names of the pods that will come, or placeholders for them.
 
         Raises:
             BatonError: as `allows`.

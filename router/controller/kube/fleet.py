@@ -1,0 +1,327 @@
+"""Workers on pods: the PoolScaler of a cluster. Sizes are Kubernetes' (homes.py), processes on pods are Ray's (ray_actors.py).
+
+    scale_up      one more pod is asked for; a worker is started on it once it runs
+    scale_down    the worker is stopped, then its pod's place is taken away
+    look          each LOOK_S and whenever a pod changes: what reconcile.py finds
+
+A pod's place, not the pod, is a member of the fleet: a pod that is lost comes back, under the same name where a StatefulSet makes
+it, and its worker is started again. Only a leader acts (`leads`); who does not, sees the same and changes nothing. While the API
+server is away nothing is known to be gone, so nobody is. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
+
+from baton.config import ClusterConfig, WorkerConfig
+from baton.errors import BatonError, Unavailable
+from baton.log import get_log
+from baton.request import Role
+from router.controller.controller import Controller
+from router.controller.fleet_state import FAILED, STARTING, AfterDrain, Member
+from router.controller.kube.api import KubeApi
+from router.controller.kube.calls import KubeCalls
+from router.controller.kube.errors import Conflict
+from router.controller.kube.homes import Homes
+from router.controller.kube.objects import Pod
+from router.controller.kube.pods import PodTable
+from router.controller.kube.reconcile import (
+    Adopt,
+    Expect,
+    Forget,
+    Label,
+    Late,
+    Leave,
+    Situation,
+    Start,
+    Step,
+    Vanish,
+    labels_of,
+    steps,
+)
+from router.controller.kube.sizes import ordinal_of
+from router.controller.pool_scaler import PoolSize
+from router.controller.ray_actors import REVIVE_S, RayActors
+from router.controller.ray_fleet import WorkerConfigs
+
+log = get_log("controller.kube")
+
+LOOK_S = 1.0  # a control tick
+SIZES_S = 5.0  # whoever else scales is noticed within; one small read per set
+STALE_S = 60.0  # three resyncs: so old a table says nothing about what a machine may do now
+
+
+class KubeFleet:
+    """Create it inside the event loop, before workers can announce themselves."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        controller: Controller,
+        homes: Homes,
+        pods: PodTable,
+        actors: RayActors,
+        api: KubeApi,
+        calls: KubeCalls,
+        leads: Callable[[], bool],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._controller = controller
+        self._cluster = cluster
+        self._config = cluster.kubernetes
+        self._is_new = controller.fleet.saved().is_new
+        self._homes = homes
+        self._pods = pods
+        self._actors = actors
+        self._api = api
+        self._calls = calls
+        self._leads = leads
+        self._now_s = now_s
+        control_address = cluster.kubernetes.control_address
+        self._make_config = WorkerConfigs(cluster, control_address, int(cluster.controller.worker_num_cpus))
+        self._started: dict[str, str] = {}  # worker -> uid of the pod that it was started on
+        self._begun_s: dict[str, float] = {}  # when its start was last asked for
+        self._waiting_since_s: dict[str, float] = {}  # workers whose pods do not run
+        self._sizes_s = float("-inf")
+        self._changed = asyncio.Event()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something about pods changed: look at once."""
+        self._changed.set()
+
+    async def start_and_revive(self) -> None:
+        """For ever."""
+        connect_s = float("-inf")
+        while True:
+            if not self._actors.is_connected and self._now_s() - connect_s >= REVIVE_S:
+                connect_s = self._now_s()
+                await self._connect()
+            await self.look()
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+
+    async def stop(self) -> None:
+        """Leave; pods and workers stay as they are, for the next leader."""
+        await self._actors.stop(())
+
+    async def _connect(self) -> None:
+        try:
+            await self._actors.connect()
+        except BatonError as error:
+            log.error("ray_failed", reason=error.message)
+
+    # -- each look ---------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Make fleet and pods agree, as far as one look goes."""
+        if not self._pods.is_known:
+            return
+        if self._now_s() - self._sizes_s >= SIZES_S or not self._homes.are_known:
+            self._sizes_s = self._now_s()
+            await self._homes.read({name for name, pod in self._pods.by_name().items() if pod.is_ready})
+        if self._is_new and self._homes.are_known and self._leads():
+            await self._begin()
+        self._note_times()
+        for step in list(steps(self._situation())):
+            await self._take(step)
+        self._revive()
+
+    async def _begin(self) -> None:
+        """A new fleet's pools get their initial sizes; never smaller ones: they may be an old one's, whose records are lost."""
+        self._is_new = False
+        for home, pool in self._homes.items().items():
+            size = self._homes.size(home)
+            missing = pool.initial - size.desired if size else 0
+            if missing > 0:
+                try:
+                    await self._homes.grow(home, missing)
+                except BatonError as error:
+                    log.error("initial_size_refused", set=pool.pods.name, wanted=pool.initial, reason=error.message)
+        self._sizes_s = float("-inf")
+
+    def _situation(self) -> Situation:
+        members = self._controller.fleet.members()
+        views = {m.worker_id: view for m in members if (view := self._controller.view(m.worker_id))}
+        now_s = self._now_s()
+        return Situation(
+            homes=self._homes.known(),
+            is_whole=self._homes.are_known,
+            pods=self._pods.by_name(),
+            members=members,
+            started=self._started,
+            live_roles={name: Role(view.load.role) for name, view in views.items() if view.load.role},
+            late=frozenset(n for n, s in self._waiting_since_s.items() if now_s - s > self._config.pending_s),
+            llmd_labels=self._config.llmd_labels,
+        )
+
+    def _note_times(self) -> None:
+        pods, now_s = self._pods.by_name(), self._now_s()
+        waiting = {m.worker_id for m in self._controller.fleet.members() if m.state == STARTING}
+        waiting -= {name for name, pod in pods.items() if pod.runs}
+        for name in self._waiting_since_s.keys() - waiting:
+            del self._waiting_since_s[name]
+        for name in waiting:
+            self._waiting_since_s.setdefault(name, now_s)
+
+    async def _take(self, step: Step) -> None:
+        match step:
+            case Expect(worker_id, role, shape, extra):
+                self._controller.expect(worker_id, role, shape, extra=extra)
+            case Forget(worker_id):
+                self._forget(worker_id)
+            case Vanish(worker_id, why):
+                self._started.pop(worker_id, None)
+                self._controller.vanished(worker_id, why)
+            case Adopt(worker_id, pod):
+                self._started[worker_id] = pod.uid
+            case Start(worker_id, pod):
+                self._start(worker_id, pod, is_fresh=True)
+            case Leave(worker_id, why):
+                await self._leave(worker_id, why)
+            case Late(worker_id):
+                self._controller.start_failed(worker_id, 0, self._why_late(worker_id))
+            case Label(pod, role):
+                await self._label(pod, role)
+            case _:
+                assert_never(step)
+
+    def _forget(self, worker_id: str) -> None:
+        if not self._controller.is_ending(worker_id):  # else whoever ends it forgets it
+            log.info("worker_scaled_away", worker=worker_id)
+            self._started.pop(worker_id, None)
+            self._controller.forget(worker_id)
+
+    def _start(self, worker_id: str, pod: Pod, *, is_fresh: bool) -> None:
+        if not (self._leads() and self._actors.is_connected):
+            return
+        self._started[worker_id] = pod.uid
+        self._begun_s[worker_id] = self._now_s()
+        self._actors.begin(self._config_of(self._controller.fleet.get(worker_id), pod), is_fresh=is_fresh)
+
+    def _config_of(self, member: Member, pod: Pod) -> WorkerConfig:
+        made = self._make_config(member.worker_id, member.role)
+        return replace(made, host=pod.ip, port=self._config.worker_port)
+
+    def _revive(self) -> None:
+        """Workers that are lost although their pods run: Ray restarts killed actors itself, but gives up where a start raised."""
+        pods, now_s = self._pods.by_name(), self._now_s()
+        for member in self._controller.fleet.members():
+            pod = pods.get(member.worker_id)
+            never_came = member.extra and not member.epoch  # and nobody configured it: whoever asked for it gives it up
+            is_lost = member.state == FAILED and not never_came and member.after_drain is not AfterDrain.END
+            if is_lost and pod is not None and pod.runs:
+                begun_s = self._begun_s.get(member.worker_id, float("-inf"))
+                if now_s - begun_s >= REVIVE_S and not self._actors.is_starting(member.worker_id):
+                    self._start(member.worker_id, pod, is_fresh=False)
+
+    async def _leave(self, worker_id: str, why: str) -> None:
+        if self._leads():
+            log.info("worker_leaves", worker=worker_id, reason=why)
+            with contextlib.suppress(Unavailable):  # it is told as soon as it answers
+                await self._controller.drain(worker_id, True, AfterDrain.RETURN)
+
+    async def _label(self, pod: Pod, role: Role) -> None:
+        if not self._leads():
+            return
+        try:
+            await self._calls.run(lambda: self._api.label(pod, labels_of(role, self._config.llmd_labels)))
+        except Conflict:
+            return  # the pod changed meanwhile: the next look finds it as it is
+        except BatonError as error:
+            log.warning("role_not_labelled", pod=pod.name, reason=error.message)
+
+    def _why_late(self, worker_id: str) -> str:
+        pod = self._pods.by_name().get(worker_id)
+        if pod is None:
+            return f"no pod was made within {self._config.pending_s:g} s: is a quota used up?"
+        why = pod.unschedulable or pod.waiting.reason or pod.phase or "it is not known why"
+        return f"its pod does not run after {self._config.pending_s:g} s: {why}"
+
+    # -- PoolScaler --------------------------------------------------------------------------------------------------
+
+    def shape_of(self, role: Role) -> str:
+        return shape_of(self._cluster, role)
+
+    async def get(self, shape: str) -> PoolSize:
+        self._check_known()
+        homes = [home for home, pool in self._homes.items().items() if pool.shape == shape]
+        sizes = {home: size for home in homes if (size := self._homes.size(home))}
+        members = [m for m in self._controller.fleet.members() if m.shape == shape]
+        return PoolSize(
+            desired=sum(size.desired for size in sizes.values()),
+            ready=sum(m.state not in (STARTING, FAILED) for m in members),
+            pending=tuple(m.worker_id for m in members if m.state == STARTING),
+            victims=tuple(name for home in homes for name in self._victims(home)),
+            spare=None,  # nodes may be made for pods that wait
+        )
+
+    async def scale_up(self, role: Role, shape: str) -> str:
+        if self._config.mode == "external":
+            raise Unavailable("kubernetes.mode = external: somebody else makes pods", field="kubernetes.mode")
+        home = self._homes.home_of(role, shape)
+        self._check_leads()
+        names = await self._homes.grow(home)
+        self._sizes_s = float("-inf")
+        self.wake()
+        self._controller.expect(names[0], role, shape, extra=True)
+        return names[0]
+
+    def can_end(self, worker_id: str) -> bool:
+        if self._config.mode != "statefulset":
+            return True
+        prefix, _, _ = worker_id.rpartition("-")
+        others = (m.worker_id for m in self._controller.fleet.members())
+        return not any(o.rpartition("-")[0] == prefix and ordinal_of(o) > ordinal_of(worker_id) for o in others)
+
+    async def scale_down(self, worker_id: str) -> None:
+        self._check_leads()
+        home = self._home_of(worker_id)
+        if home is not None:
+            with contextlib.suppress(Unavailable):  # without Ray, its pod's end is the worker's
+                await self._actors.end(worker_id)
+            await self._homes.shrink(home, {worker_id})
+        self._started.pop(worker_id, None)
+        self._sizes_s = float("-inf")
+        self.wake()
+
+    def _home_of(self, worker_id: str) -> str | None:
+        """None: no size has a place for it any more."""
+        return next((home for home, known in self._homes.known().items() if worker_id in known.names), None)
+
+    def _victims(self, home: str) -> list[str]:
+        """Who may be drained for its end: of a StatefulSet the last one, and whoever is last once those that leave are gone."""
+        size = self._homes.size(home)
+        spare = size.victims[: max(0, size.desired - self._homes.minimum(home))] if size else ()
+        if self._config.mode != "statefulset":
+            return list(spare)
+        leaving = {m.worker_id for m in self._controller.fleet.members() if m.after_drain is AfterDrain.END}
+        first_stay = next((n for n, name in enumerate(spare) if name not in leaving), len(spare))
+        return list(spare[: first_stay + 1])
+
+    def _check_leads(self) -> None:
+        """Raises: Unavailable."""
+        if not self._leads():
+            raise Unavailable("this controller does not hold the Lease: another one may act", retry_after_s=LOOK_S)
+
+    def _check_known(self) -> None:
+        """Raises: Unavailable: what is known is too old to act by."""
+        age_s = max(self._pods.age_s, self._homes.age_s)
+        if age_s > STALE_S:
+            raise Unavailable("the API server has not said for long what there is", retry_after_s=SIZES_S)
+
+
+def shape_of(cluster: ClusterConfig, role: Role) -> str:
+    """Of a pool's pods, and how KV is kept there where that depends on the pool: a flip does not change that."""
+    config = cluster.kubernetes
+    shape = config.prefill_shape if role is Role.PREFILL else config.decode_shape
+    dtype = cluster.engine_of(role.name.lower()).kv_dtype(cluster.model.dtype)
+    return shape if cluster.decode_kv_cache_dtype == "auto" else f"{shape}-{dtype}"
