@@ -49,6 +49,11 @@ class ControlStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.RouterReport.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/baton.v1.Control/Leave',
+                request_serializer=baton_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.LeaveResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -75,6 +80,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=baton_dot_v1_dot_control__pb2.RouterReport.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ReportResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.LeaveRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.LeaveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Control:
             '/baton.v1.Control/Report',
             baton_dot_v1_dot_control__pb2.RouterReport.SerializeToString,
             baton_dot_v1_dot_control__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Leave',
+            baton_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ControlStub:
     """Each change of the fleet or of the SLO classes, whole, newest first; a router keeps the last one it was told."""
     Report: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterReport, _control_pb2.ReportResponse]
     """A router reports what its clients saw; totals since the router's start."""
+    Leave: _grpc.UnaryUnaryMultiCallable[_control_pb2.LeaveRequest, _control_pb2.LeaveResponse]
+    """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -47,6 +49,8 @@ class ControlAsyncStub(ControlStub):
     """Each change of the fleet or of the SLO classes, whole, newest first; a router keeps the last one it was told."""
     Report: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterReport, _control_pb2.ReportResponse]  # type: ignore[assignment]
     """A router reports what its clients saw; totals since the router's start."""
+    Leave: _aio.UnaryUnaryMultiCallable[_control_pb2.LeaveRequest, _control_pb2.LeaveResponse]  # type: ignore[assignment]
+    """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +76,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ReportResponse, _abc.Awaitable[_control_pb2.ReportResponse]]:
         """A router reports what its clients saw; totals since the router's start."""
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _control_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LeaveResponse, _abc.Awaitable[_control_pb2.LeaveResponse]]:
+        """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

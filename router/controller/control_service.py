@@ -53,6 +53,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._controller.report(request)
         return control_pb2.ReportResponse()
 
+    async def Leave(
+        self,
+        request: control_pb2.LeaveRequest,
+        context: grpc.aio.ServicerContext[control_pb2.LeaveRequest, control_pb2.LeaveResponse],
+    ) -> control_pb2.LeaveResponse:
+        await self._trust.admit(context, Part.WORKER)
+        return control_pb2.LeaveResponse(drained=await self._controller.leave(request.worker_id))
+
 
 def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
     if not (record.worker_id and record.epoch and record.address):

@@ -10,6 +10,7 @@ beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -147,6 +148,17 @@ class Controller:
         log.error("worker_start_failed", worker=worker_id, reason=reason)
         self.fleet.lost(worker_id, epoch, reason)
         self._wake()
+
+    async def leave(self, worker_id: str) -> bool:
+        """A worker's machine is about to take it down: it drains, until its next process. Whether nothing runs there any more."""
+        member = self.fleet.find(worker_id)
+        if member is None:
+            return True
+        if not member.draining and not self.is_ending(worker_id):
+            with contextlib.suppress(Unavailable):  # it is told as soon as it answers
+                await self.drain(worker_id, True, AfterDrain.RETURN)
+        view = self.view(worker_id)
+        return view is not None and view.load.draining and view.load.idle
 
     def vanished(self, worker_id: str, reason: str) -> None:
         """Its machine is gone. Routers are told at once; a straggler is refused, the next process is not."""

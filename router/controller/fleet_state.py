@@ -124,6 +124,9 @@ class Fleet:
             raise NotFound(f"no worker {worker_id!r}; there are: {known}", field="worker_id")
         return member
 
+    def find(self, worker_id: str) -> Member | None:
+        return self._members.get(worker_id)
+
     def expect(self, worker_id: str, role: Role, shape: str = "", *, extra: bool = False) -> None:
         """Enter a worker that is about to be started; one that is already known stays as it is."""
         self._ended.pop(worker_id, None)
