@@ -16,6 +16,7 @@ from router.controller.autoscaler import outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
+from router.controller.autoscaler.held import Held, Holding, Holdings
 from router.controller.autoscaler.layouts import Layout, kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
@@ -48,6 +49,7 @@ class Autoscaler:
         self._patience = Patience(self._times)
         self._lessons = Lessons()
         self._tuner = Tuner()
+        self._holdings = {role: Holdings() for role in Role}
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
         self._roles: tuple[Role, ...] = ()
         self._context_tokens: float | None = None
@@ -63,6 +65,7 @@ class Autoscaler:
         if not facts.missing_s <= HOLD_AFTER_S:  # NaN, too
             for role in Role:
                 self._patience.forget(role)
+                self._holdings[role].forget()
             return []
         facts = sound(facts)
         there = census(facts, self._patience.in_state_s, self._times)
@@ -73,7 +76,7 @@ class Autoscaler:
             self._learn(facts, there, Load(tuple(loads)))
         load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
         lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
-        sizes = Sizing(facts, there, load, self._roles, lessons, self._evaluator).sizes()
+        sizes = Sizing(facts, there, load, self._roles, lessons, self._held(there), self._evaluator).sizes()
         self.wanted = sizes.wanted
         self._patience.wanted(sizes.wanted)
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
@@ -88,6 +91,15 @@ class Autoscaler:
             max_standbys=self._max_standbys,
             standby_s=self._times.shrink_after_s,
         )
+
+    def _held(self, there: Census) -> dict[Role, Holding | None]:
+        """Workers that say nothing are taken to hold as much as the others."""
+        holdings = {}
+        for role, num in there.ready:
+            says = pressure(there.of(role))
+            held = None if says.num_seqs is None else Held(num * says.num_seqs, num * (says.used_share or 0.0))
+            holdings[role] = self._holdings[role].look(held, self._patience.now_s)
+        return holdings
 
     def _context(self, there: Census) -> float | None:
         """Tokens of a sequence that decodes, smoothed; None: none has been seen yet."""
