@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 from baton.config import ClusterConfig
@@ -11,7 +10,6 @@ from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.disaggregation import FallingBack
 from router.controller.autoscaler.scaler import Times
 from router.controller.controller import Controller
-from router.controller.database import Database
 from router.controller.lease import Lease
 from router.controller.levers import Levers, Waits
 from router.controller.live_facts import LiveFacts, gpus_per_worker
@@ -19,16 +17,15 @@ from router.controller.live_times import LiveTimes
 from router.controller.planner import Planner, planner_of
 from router.controller.pool_orders import PoolOrders
 from router.controller.ray_fleet import REVIVE_S, RayFleet
-from router.series import Registry
 
 
 class LiveControl:
-    """Create it inside the event loop; it blocks for a transaction on the database, before anything is served."""
+    """Create it inside the event loop."""
 
-    def __init__(self, controller: Controller, cluster: ClusterConfig, machines: RayFleet, database: Database) -> None:
-        """Raises: ConfigError: the database cannot be used."""
+    def __init__(self, controller: Controller, cluster: ClusterConfig, machines: RayFleet, lease: Lease) -> None:
+        """`lease`: the controller's own leadership."""
         times = times_of(cluster)
-        self.registry = Registry()
+        self.registry = controller.registry
         self.live_times = LiveTimes(times)
         self.facts = LiveFacts(
             controller, cluster, machines, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
@@ -41,10 +38,10 @@ class LiveControl:
             self.facts,
             _scaler(cluster, times, self.planner),
             self.live_times,
-            Lease(database, "autoscaler", secrets.token_hex(8)),
+            lease,
             self.registry,
         )
-        self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record, lambda: self.loop.leads)
+        self.orders = PoolOrders(controller, levers, machines.shape_of, self.loop.record, lease)
 
     async def plan(self) -> None:
         """Until cancelled: ask the planner what it asks by itself."""

@@ -5,8 +5,7 @@
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
        A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
-A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it. What runs
-for ever beside it and ends by a defect is logged and begun again.
+A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,10 +38,13 @@ from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
+from router.controller.background import Background
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
 from router.controller.fleet_store import FleetStore
+from router.controller.holder import this_process
+from router.controller.lease import Lease
 from router.controller.live_control import LiveControl
 from router.controller.live_facts import gpus_per_worker
 from router.controller.planner import hand_back
@@ -55,7 +57,6 @@ log = get_log("controller.main")
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 RATES_FILE = "rates.json"  # likewise
-_AGAIN_S = 5.0  # a defect that stays is a line each five seconds, not a busy loop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,13 +87,14 @@ async def _serve(cluster: ClusterConfig) -> None:
     if FleetStore(run_dir / FLEET_FILE).load().is_new:
         await asyncio.to_thread(_begin, store, cluster)
     rates = RateStore(run_dir / RATES_FILE)
-    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation, rates)
+    lease = await asyncio.to_thread(Lease, database, "autoscaler", this_process())
+    controller = Controller(config, store, FleetStore(run_dir / FLEET_FILE), trust, cluster.emulation, rates, lease)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
     fleet = RayFleet(controller, cluster, control_address)
-    live = LiveControl(controller, cluster, fleet, database)
+    live = LiveControl(controller, cluster, fleet, lease)
     await control.start()
     listener = _bind_admin(config)
     planner = live.planner
@@ -108,17 +110,13 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    for_ever: dict[str, Callable[[], Awaitable[None]]] = {
-        "workers": fleet.start_and_revive,
-        "autoscaler": live.loop.run,
-        "planner": live.plan,
-        "local prefill": partial(hand_back, controller, planner),
-    }
-    tasks = [asyncio.create_task(_keep_running(name, run), name=name) for name, run in for_ever.items()]
+    background = Background(controller.task_failures)
+    background.keep("workers", fleet.start_and_revive)
+    background.keep("autoscaler", live.loop.run)
+    background.keep("planner", live.plan)
+    background.keep("local prefill", partial(hand_back, controller, planner))
     await stop.wait()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await background.end()
     await live.close()
     await fleet.stop()
     await controller.close()
@@ -126,16 +124,6 @@ async def _serve(cluster: ClusterConfig) -> None:
     admin.should_exit = True
     await serving
     database.close()
-
-
-async def _keep_running(name: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Until cancelled, or until it returns."""
-    while True:
-        try:
-            return await run()
-        except Exception:  # this process's boundary: nobody awaits what runs beside it, so nobody else would tell
-            log.exception("background_task_failed", task=name, again_in_s=_AGAIN_S)
-            await asyncio.sleep(_AGAIN_S)
 
 
 def _begin(store: ControlStore, cluster: ClusterConfig) -> None:

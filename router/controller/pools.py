@@ -56,9 +56,11 @@ class RayPools:
                 logging_level=logging.ERROR,
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError) as error:
-            ray.shutdown()
-            raise ConnectionError(f"Ray is away: {_cause(error)}") from error
+        except BaseException as error:
+            ray.shutdown()  # half a connection would be in the way of the next one
+            if isinstance(error, ConnectionError | RuntimeError):
+                raise ConnectionError(f"Ray is away: {_cause(error)}") from error
+            raise
 
     def check_fits(self, num_workers: int) -> None:
         """Compare what the workers need with what Ray has, before asking it to wait for the impossible.

@@ -124,9 +124,7 @@ class RayFleet:
         """Failures end as `failed` members, each with its reason."""
         members = self._controller.fleet.members()
         try:
-            pools = await self._ask(self._calls, "connect", lambda: self._connect(self._cluster))
-            await self._ask(self._calls, "check_fits", lambda: pools.check_fits(len(members)))
-            self._pools = pools
+            self._pools = await self._ask(self._calls, "connect", lambda: self._connected(len(members)))
         except BatonError as error:
             log.error("ray_failed", reason=str(error))
             for member in members:
@@ -134,6 +132,16 @@ class RayFleet:
             return
         for member in members:
             self._begin(member)
+
+    def _connected(self, num_workers: int) -> Pools:
+        """On a thread. Ray takes one connection at a time, so one that is of no use is closed."""
+        pools = self._connect(self._cluster)
+        try:
+            pools.check_fits(num_workers)
+        except BaseException:
+            pools.close()
+            raise
+        return pools
 
     def _begin(self, member: Member) -> None:
         """Start it beside all others, unless it is being started or ended already."""
