@@ -254,7 +254,7 @@ class Calls:
         self._turns = Turns(config, fleet, metrics.admission)
         self.keys = KeyFile(config.api_keys_file)
         budget = RetryBudget(config.max_inflight)
-        self._sequences = Sequences(fleet, seq_counter(router_epoch), budget, config.max_retries)
+        self._sequences = Sequences(fleet, seq_counter(router_epoch), budget, config.max_retries, limits.vocab_size)
         self.resumable = ResumableCalls(fleet)
         self._running: set[Call] = set()
         self._stopping = False

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -35,6 +34,7 @@ from router.gather import Gatherer
 from router.grpc_calls import CallMessage, open_call
 from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
 from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk
+from router.grpc_tls import server_credentials
 from router.labels import EXPLAIN
 from router.tenants import Tenant
 from router.validate import MAX_TIMEOUT_S
@@ -218,7 +218,7 @@ class GrpcServer:
 
     def __init__(self, config: RouterConfig, api: ServingApi) -> None:
         """Raises: ConfigError, when the port is taken, or a certificate cannot be used."""
-        credentials = _credentials(config)
+        credentials = server_credentials(config)
         self._leaving: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=(
@@ -304,32 +304,6 @@ def _reading(
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
-    """Raises: ConfigError."""
-    if not config.grpc_certificate_file:
-        if config.grpc_key_file or config.grpc_client_ca_file:
-            raise ConfigError("TLS needs grpc_certificate_file", field="grpc_certificate_file")
-        return None
-    key, chain = (
-        _pem(config.grpc_key_file, "grpc_key_file"),
-        _pem(config.grpc_certificate_file, "grpc_certificate_file"),
-    )
-    client_ca = _pem(config.grpc_client_ca_file, "grpc_client_ca_file") if config.grpc_client_ca_file else None
-    return grpc.ssl_server_credentials(
-        [(key, chain)], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )  # fmt: skip
-
-
-def _pem(path: str, field: str) -> bytes:
-    try:
-        pem = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{field} {path!r} cannot be read ({error.strerror})", field=field) from None
-    if b"-----BEGIN " not in pem:
-        raise ConfigError(f"{field} {path!r} is not PEM", field=field)
-    return pem
 
 
 def _time_left_s(context: Context) -> float | None:

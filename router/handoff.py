@@ -75,6 +75,7 @@ class Attempt:
         sink: TokenSink,
         report: SequenceReport,
         deadline_s: float,
+        vocab_size: int,
     ) -> None:
         self._request = request
         self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
@@ -85,6 +86,7 @@ class Attempt:
         self._sink = sink
         self._report = report
         self._deadline_s = deadline_s
+        self._vocab_size = vocab_size
         self._inbox = Inbox()
         self._merge = TokenMerge(request.num_output_tokens)
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
@@ -214,6 +216,12 @@ class Attempt:
         """Give what is now in order to the sink. Called by the Session's reader: raises nothing."""
         report, merge = self._report, self._merge
         if report.finish:
+            return
+        if token_id >= self._vocab_size or (
+            logprobs is not None and max(logprobs.top_ids, default=0) >= self._vocab_size
+        ):
+            said = f"worker {worker} said a token beyond the vocabulary, [0, {self._vocab_size - 1}]"
+            self._inbox.put(GaveUp(worker, Internal(said)))
             return
         try:
             if index == merge.next_index and not finish and not merge.early:  # nearly every token of a stream

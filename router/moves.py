@@ -34,12 +34,15 @@ MOVABLE = (Unavailable, Internal, Overloaded)
 class Sequences:
     """Serves sequences on the fleet, each as often anew as it takes and the budget allows."""
 
-    def __init__(self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int) -> None:
+    def __init__(
+        self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int, vocab_size: int
+    ) -> None:
         """`max_retries`: of one sequence, in a row without a new token; 0 = a broken one is never moved."""
         self._fleet = fleet
         self._seqs = seqs
         self._budget = budget
         self._max_retries = max_retries
+        self._vocab_size = vocab_size
 
     async def serve(self, job: SequenceJob, sink: TokenSink, report: SequenceReport) -> None:
         """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
@@ -111,7 +114,7 @@ class Sequences:
                 raise
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         request = replace(request, seq=next(self._seqs))
-        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
+        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s, self._vocab_size)
 
     def _to_avoid(self, failed: Mapping[str, int]) -> frozenset[str]:
         """Of workers that failed, by the epoch in which they did: those that were not born again since."""

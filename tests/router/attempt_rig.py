@@ -20,6 +20,7 @@ from router.sequence import SequenceReport
 
 SEQ = 1 << 32 | 7
 FIRST = 300  # token i of the answer is FIRST + i
+VOCAB_SIZE = 1_000
 
 
 @dataclass
@@ -123,7 +124,9 @@ class Run:
         placed = self.fleet.find_place(demand, frozenset())
         assert isinstance(placed, Placed)
         fleet = cast("Fleet", self.fleet)
-        self.attempt = Attempt(request, placed, fleet, demand, self.sink, self.report, time.monotonic() + 60)
+        self.attempt = Attempt(
+            request, placed, fleet, demand, self.sink, self.report, time.monotonic() + 60, VOCAB_SIZE
+        )
         self.task = asyncio.create_task(self.attempt.run())
 
     async def settle(self) -> None:
