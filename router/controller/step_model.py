@@ -133,7 +133,9 @@ class StepModel:
             return
         expected_s = self.step_s(work)
         self._errors.append(abs(step_s - expected_s) / step_s)
-        self._learn(work, min(expected_s * MAX_RATIO, max(expected_s / MAX_RATIO, step_s)))
+        if expected_s:  # 0: of such work nothing is known, so nothing is absurd
+            step_s = min(expected_s * MAX_RATIO, max(expected_s / MAX_RATIO, step_s))
+        self._learn(work, step_s)
         if self.num_samples % SOLVE_EACH == 0:
             self._solve()
             if self.error is not None and self.error > HOPELESS:
