@@ -128,6 +128,7 @@ class Known:
             step_s_per_token=step_time.decode_steps_s(1, 1, 1) - one_s,
             prefill_tokens_per_s=budget / step_time.step_s(Batch(((budget, 0),))),
             kv_bytes_per_s=_NO_PULLS,
+            chunk_tokens=worker.tuning.chunk_tokens,
             links=links,
         )
 

@@ -101,12 +101,10 @@ class LiveFacts:
             state = _state(member, view)
             before = since.get(member.worker_id)
             self._since[member.worker_id] = before if before is not None and before[0] is state else (state, now_s)
-            found.append(self._worker(member, view, state, now_s))
+            found.append(self._worker(member, view, state))
         return found
 
-    def _worker(self, member: Member, view: WorkerView | None, state: State, now_s: float) -> WorkerFacts:
-        """Nobody notes when a report came, so its load is dated now: it is at most as old as a Session may be silent, since one
-        that is silent for longer is lost, and its view with it."""
+    def _worker(self, member: Member, view: WorkerView | None, state: State) -> WorkerFacts:
         blueprint = self._blueprints[member.role]
         most = tuning_of(view.opened.most) if view and view.opened.HasField("most") else blueprint.most
         return WorkerFacts(
@@ -119,7 +117,7 @@ class LiveFacts:
             kv_tokens=view.opened.num_blocks * view.opened.block_size if view else blueprint.kv_tokens,
             tuning=tuning_of(view.load) if view and view.load.max_num_seqs else member.tuning or most,
             most=most,
-            load=load_of(view.load, now_s, view.opened.block_size) if view else None,
+            load=load_of(view.load, view.load_s, view.opened.block_size) if view else None,
             serves=not member.draining,
             leaves=not member.draining or member.after_drain is not AfterDrain.STAY,
             stands_by=member.after_drain is AfterDrain.STANDBY,

@@ -1,8 +1,9 @@
 """Steps of workers, as samples to learn from: differences of the totals that workers report. Pure.
 
 Steps that compute prompts and steps that only decode are samples of their own: the mean of both is a step that never was, and a
-model of a sum of terms with a `max` among them, learned from such means, takes either kind for longer than it is. A worker's first WARM_UP_S teach nothing: caches are cold, kernels are compiled, memory is touched for the first time. A total
-that is no number or went back is a fault or a restart: counting begins anew.
+model of a sum of terms with a `max` among them, learned from such means, takes either kind for longer than it is. A worker's
+first WARM_UP_S teach nothing: caches are cold, kernels are compiled, memory is touched for the first time. A total that is no
+number or went back is a fault or a restart: counting begins anew.
 """
 
 from __future__ import annotations

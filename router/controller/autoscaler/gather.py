@@ -102,9 +102,10 @@ def learned(models: Mapping[str, StepModel]) -> dict[Role, Terms]:
 
 
 def load_of(load: worker_pb2.Load, at_s: float, block_tokens: int) -> WorkerLoad:
-    """What a worker's report says, heard at `at_s`; `block_tokens`: its block size."""
+    """What a worker's report says, heard at `at_s`; `block_tokens`: its block size. It is dated back to when the engine said so:
+    a worker whose GPU hangs goes on reporting, always the same."""
     return WorkerLoad(
-        at_s=at_s,
+        at_s=at_s - load.age_s,
         num_seqs=load.num_running + load.num_waiting + load.num_tickets,
         waiting_tokens=load.waiting_tokens,
         used_tokens=block_tokens * (load.active_blocks + load.reserved_blocks),
