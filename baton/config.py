@@ -76,7 +76,7 @@ class EmulationConfig:
     tp: int = 1  # GPUs of one worker
     weight_dtype: str = "fp8"  # names of engine/timing/hardware.py; DESIGN section 1 serves the 70B like this
     kv_dtype: str = "bf16"
-    time_scale: float = 1.0  # seconds that a second of the GPUs takes here: 10 = everything at a tenth of its speed
+    time_scale: float = 1.0  # seconds that a second of the cluster takes here: 10 = everything at a tenth of its speed
     kv_scale: int = 1_024  # bytes of KV that are timed for each one moved; DESIGN section 7
     memory_ratio: float = 0.9  # of the GPUs' memory that weights and KV may fill; vLLM's gpu_memory_utilization
     max_model_len: int = 131_072  # tokens; of Llama 3.1, and no emulated model is trained for less
@@ -84,7 +84,7 @@ class EmulationConfig:
     flip_s: float = 0.0  # that an idle worker takes to change its role
     failure_mean_s: float = 0.0  # between two deaths of one worker, exponentially distributed; 0 = it never dies
     failure_seed: int = 0
-    origin: float = 0.0  # of the deaths, on this machine's monotonic clock; `baton up` notes its start here
+    origin: float = 0.0  # of the deaths, on the cluster's clock (baton/clock.py); `baton up` notes its start here
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,7 @@ class CostConfig:
     """What a worker's time is worth (docs/cost.md)."""
 
     usd_per_gpu_hour: float = 0.0  # 0 = not known: GPU seconds alone are counted. Emulated GPUs bring theirs
-    gpus_per_worker: int = 1  # `baton up --emulate` fills in these two
-    time_scale: float = 1.0  # seconds here that a second of the GPUs takes
+    gpus_per_worker: int = 1  # `baton up --emulate` fills it in
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +190,7 @@ class RouterConfig:
         4 << 20
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
+    time_scale: float = 1.0  # emulation.time_scale; `baton up --emulate` fills it in
     batch: BatchConfig = field(default_factory=BatchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -145,7 +145,7 @@ _LIMITS: Mapping[str, Limit] = {
     "router.batch.lease_s": _SECONDS,
     "router.cost.usd_per_gpu_hour": Limit("0 = not known", 0, 10_000),
     "router.cost.gpus_per_worker": Limit("GPUs of one worker", 1, 1_024),
-    "router.cost.time_scale": Limit("below 1 the CPUs would have to outrun the GPUs", 1, 10_000),
+    "router.time_scale": Limit("below 1 the CPUs would have to outrun the GPUs", 1, 10_000),
     "router.log_level": _LOG,
     "controller.admin_port": _PORT,
     "controller.control_port": _PORT,

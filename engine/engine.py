@@ -11,10 +11,10 @@ ends with an error and its blocks are free (a prefill-only one's on `drop`: a tr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton import clock
 from baton.config import EngineConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Overloaded, Unavailable
 from baton.hashing import BlockHash
@@ -43,7 +43,7 @@ class LocalEngine:
         fingerprint: str,
         eos_token_ids: Iterable[int],
         max_model_len: int,
-        clock_s: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.now_s,
         check_integrity: bool = False,
     ) -> None:
         """Build an idle engine over the runner's KV cache, whose size and layout count, not the configuration's.

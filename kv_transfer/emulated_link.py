@@ -18,6 +18,7 @@ import itertools
 import logging
 from dataclasses import dataclass
 
+from baton import clock
 from kv_transfer.block_store import BlockStore
 from kv_transfer.channel import Channel, ChannelEvent, ChannelLost, Credit, FrameArrived, PeerPool, Transport
 from kv_transfer.events import TransportSettings
@@ -79,8 +80,8 @@ class EmulatedTransport:
         instants = [self.out.next_start_s(), self.into.next_start_s()]
         if self._arriving is not None:
             instants = [instants[0], self._arriving.end_s]
-        soonest_s = min((instant for instant in instants if instant is not None), default=self.now_s + timeout_s)
-        self._inner.wait(min(timeout_s, max(0.0, soonest_s - self.now_s)))
+        waits_s = (clock.real_s(instant - self.now_s) for instant in instants if instant is not None)
+        self._inner.wait(max(0.0, min((timeout_s, *waits_s))))
 
     def wake(self) -> None:
         self._inner.wake()

@@ -21,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
@@ -234,7 +235,7 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),  # half: clocks differ
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_connection_age_ms", int(config.max_connection_age_s * 1e3)),
+                ("grpc.max_connection_age_ms", int(clock.real_s(config.max_connection_age_s) * 1e3)),
                 ("grpc.max_connection_age_grace_ms", int(MAX_TIMEOUT_S * 1e3)),  # no call may be cut by it
             )
         )
@@ -308,7 +309,7 @@ def _address(host: str, port: int) -> str:
 
 def _time_left_s(context: Context) -> float | None:
     left_s: float | None = context.time_remaining()
-    return None if left_s is None else min(max(left_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+    return None if left_s is None else min(max(clock.here_s(left_s), MIN_TIMEOUT_S), MAX_TIMEOUT_S)
 
 
 def _metadata(context: Context) -> Mapping[str, str]:

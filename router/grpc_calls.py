@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from baton import clock
 from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from router.call import Call, Calls
@@ -22,7 +22,7 @@ async def open_call(
     calls: Calls, message: CallMessage, metadata: Mapping[str, str], timeout_s: float | None, max_bytes: int
 ) -> AsyncIterator[Call]:
     """Raises: BatonError, as Calls.open."""
-    arrival_s = time.monotonic()
+    arrival_s = clock.now_s()
     try:
         tenant = calls.tenant(metadata)
         check_flush(message.max_flush_ms)

@@ -18,9 +18,9 @@ straight-line code. Event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import NoReturn
 
+from baton import clock
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -138,7 +138,7 @@ class Attempt:
             session.attach(seq, self)
         if self._prefill.session.view is not None:
             self.fingerprint = report.fingerprint = self._prefill.session.view.opened.fingerprint
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         deadline = loop.call_later(max(0.0, self._deadline_s - now_s), self.put, TimeIsUp())
         self._submitted_s, self._queued_tokens = now_s, self._prefill.ledger.waiting_tokens
         if not report.num_tokens:
@@ -273,7 +273,7 @@ class Attempt:
     def _finish(self, finish: FinishReason) -> None:
         """The answer is whole: by the engine's rules, or (NONE) by a stop string, after which the workers need not go on."""
         self._report.finish = finish or FinishReason.STOP
-        (self._decode if self._num_new > 1 else self._prefill).health.succeeded(time.monotonic())
+        (self._decode if self._num_new > 1 else self._prefill).health.succeeded(clock.now_s())
         if finish is FinishReason.NONE:
             self._cancel_open()
         if not self._stats_in:
@@ -318,7 +318,7 @@ class Attempt:
         elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
             self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"), adopted=True)
         elif event.outcome == worker_pb2.OUTCOME_HANDED_OFF:
-            self._prefill.health.succeeded(time.monotonic())
+            self._prefill.health.succeeded(clock.now_s())
             if event.reroute != self._num_reroutes:  # to one whom we had left when it said so
                 raise WorkerLost("the KV went to a decode worker that was lost meanwhile")
         elif event.outcome == worker_pb2.OUTCOME_FINISHED:
@@ -421,7 +421,7 @@ class Attempt:
 
     def _blame(self, worker: str, error: BatonError) -> None:
         """Note a failure of a worker, or of its dealings with the other one; the loss of a Session is noted where it is lost."""
-        now_s, first, second = time.monotonic(), self._prefill, self._decode
+        now_s, first, second = clock.now_s(), self._prefill, self._decode
         if self._local or isinstance(error, Internal):
             self._endpoint(worker).health.failed(error, now_s)
             return

@@ -8,10 +8,10 @@ sequence, and the budget of the whole router (router/retry_budget.py). Event loo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from baton import clock
 from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, Unavailable
 from baton.log import get_log
 from baton.request import Request
@@ -55,7 +55,7 @@ class Sequences:
         failed, num_failed, fingerprint = dict[str, int](), 0, job.fingerprint
         while True:
             num_before = report.num_tokens
-            until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
+            until_s = min(job.deadline_s, clock.now_s() + job.unavailable_wait_s)
             attempt = await self._attempt(job, sink, report, self._to_avoid(failed), fingerprint, until_s)
             try:
                 await attempt.run()
@@ -66,7 +66,7 @@ class Sequences:
                 failed[attempt.blamed] = attempt.epochs[attempt.blamed]
                 if num_failed > self._max_retries or not self._may_move(attempt, self._to_avoid(failed), report, error):
                     raise
-                if not self._budget.take(time.monotonic()):
+                if not self._budget.take(clock.now_s()):
                     message = f"{error.message}; too many sequences are being started again to try this one"
                     raise Unavailable(message, retry_after_s=REFILL_S) from error
                 log.warning(
@@ -81,7 +81,7 @@ class Sequences:
                 fingerprint = fingerprint or attempt.fingerprint
             if report.num_tokens == num_before:  # else a stream ran, which is to pause as little as can be
                 pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
-                await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
+                await asyncio.sleep(min(pause_s, max(0.0, until_s - clock.now_s())))
 
     async def _attempt(
         self,
@@ -105,12 +105,12 @@ class Sequences:
             ttft_ms=job.ttft_ms,
             tpot_ms=job.tpot_ms,
             itl_p99_ms=job.itl_p99_ms,
-            deadline_s=max(0.0, job.deadline_s - time.monotonic()),
+            deadline_s=max(0.0, job.deadline_s - clock.now_s()),
         )
         try:
             placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
         except Unavailable as error:
-            if time.monotonic() < job.deadline_s:
+            if clock.now_s() < job.deadline_s:
                 raise
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         request = replace(request, seq=next(self._seqs))

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from router.controller.autoscale_metrics import AutoscaleMetrics
@@ -62,7 +62,7 @@ class AutoscaleLoop:
         live_times: LiveTimes,
         lease: Lease,
         registry: Registry,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
         look_s: float = LOOK_S,
     ) -> None:
         self._live_times = live_times

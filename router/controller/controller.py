@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from baton import clock
 from baton.config import ControllerConfig, EmulationConfig
 from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.ids import new_router_epoch
@@ -101,7 +101,7 @@ class Controller:
         self._changed = asyncio.Event()
         self.questions = Questions()
         known = rates.load() if rates else None
-        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic(), known, time.time())
+        self.measures = Measures(roofline_of(emulation or EmulationConfig()), clock.now_s(), known, clock.unix_s())
         self._nonsense: set[str] = set()  # routers whose last report was refused in part
         self.registry = Registry()  # of this process's /metrics
         self.task_failures = failures_of(self.registry)
@@ -397,13 +397,13 @@ class Controller:
     def report(self, report: control_pb2.RouterReport) -> None:
         """Take in a router's totals; each report replaces its last one."""
         self._reports.pop(report.router_id, None)
-        self._reports[report.router_id] = HeardReport(report, time.monotonic())
+        self._reports[report.router_id] = HeardReport(report, clock.now_s())
         if len(self._reports) > _MAX_REPORTS:
             oldest = self._reports.pop(next(iter(self._reports)))
             _add_verdicts(self._retired, oldest.report.verdicts)
         self.questions.answer(report.router_id, report.explained)
         try:
-            self.measures.heard(report.router_id, windows_of(report), time.monotonic())
+            self.measures.heard(report.router_id, windows_of(report), clock.now_s())
             self._nonsense.discard(report.router_id)
         except InvalidRequest as error:  # what one router gets wrong must not spoil what all of them say
             if report.router_id not in self._nonsense and len(self._nonsense) < _MAX_REPORTS:
@@ -424,7 +424,7 @@ class Controller:
 
     def fresh_reports(self) -> list[control_pb2.RouterReport]:
         """Of routers that live: those heard of a moment ago."""
-        oldest_s = time.monotonic() - _FRESH_S
+        oldest_s = clock.now_s() - _FRESH_S
         return [heard.report for heard in self._reports.values() if heard.at_s > oldest_s]
 
     def verdicts(self) -> dict[str, control_pb2.ClassVerdicts]:
@@ -466,7 +466,7 @@ class Controller:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                await asyncio.to_thread(rates.save, self.measures.saved(time.time()))
+                await asyncio.to_thread(rates.save, self.measures.saved(clock.unix_s()))
             except OSError as error:
                 log.warning("rates_not_saved", reason=str(error))
 
@@ -474,7 +474,7 @@ class Controller:
         """For ever: take what each worker's steps came to, let time pass where no router reports, remind workers."""
         while True:
             await asyncio.sleep(_MEASURE_S)
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             for session in self._sessions.values():
                 if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
                     self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)

@@ -10,10 +10,10 @@ loop, all but `is_held` and `check`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
+from baton import clock
 from baton.errors import ConfigError, Unavailable
 from router.controller.database import FIELD, Database, migrate
 from router.controller.holder import describe, is_gone
@@ -58,8 +58,8 @@ class Lease:
         database: Database,
         name: str,
         holder: str,
-        now_unix_s: Callable[[], float] = time.time,
-        now_s: Callable[[], float] = time.monotonic,
+        now_unix_s: Callable[[], float] = clock.unix_s,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         """Raises: ConfigError: the database cannot be used."""
         self._database = database

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from baton import clock
 from baton.config import ClusterConfig
 from router.controller.autoscale_loop import AutoscaleLoop, LiveScaler
 from router.controller.autoscaler.autoscaler import Autoscaler
@@ -28,7 +27,7 @@ class LiveControl:
         self.registry = controller.registry
         self.live_times = LiveTimes(times)
         self.facts = LiveFacts(
-            controller, cluster, machines, machines.shape_of, lambda: self.live_times.times.start_up_s, time.monotonic()
+            controller, cluster, machines, machines.shape_of, lambda: self.live_times.times.start_up_s, clock.now_s()
         )
         self.planner = planner_of(controller, cluster, self.facts.facts)
         levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s))
@@ -63,7 +62,7 @@ def _scaler(cluster: ClusterConfig, times: Times, planner: Planner | None) -> Li
 def times_of(cluster: ClusterConfig) -> Times:
     """As configured, until some were measured."""
     config = cluster.controller
-    start_up_s = Times().start_up_s * cluster.emulation.time_scale + cluster.emulation.start_s
+    start_up_s = Times().start_up_s + cluster.emulation.start_s
     return Times(
         config.tick_s,
         start_up_s,

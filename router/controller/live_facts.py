@@ -6,7 +6,6 @@ process's monotonic clock. On emulated GPUs step times are known before anything
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 from baton.config import ClusterConfig, EngineConfig
@@ -169,14 +168,12 @@ def _most(engine: EngineConfig) -> Tuning:
 
 
 def _emulated_steps(cluster: ClusterConfig) -> Mapping[Role, Terms]:
-    """What steps of emulated GPUs take, on the slowed clock; nothing where they are real."""
+    """What steps of emulated GPUs take; nothing where they are real."""
     if not cluster.emulation.gpu:
         return {}
-    terms, scale = roofline_of(cluster.emulation), cluster.emulation.time_scale
-    slow = Terms(*(scale * value for value in dataclasses.astuple(terms)))
-    return dict.fromkeys(Role, slow)
+    return dict.fromkeys(Role, roofline_of(cluster.emulation))
 
 
 def _network_bytes_per_s(model: EmulatedModel) -> float:
     """Each GPU sends its own part of the KV on its own card."""
-    return model.num_kv_shares * model.gpu.nic_bytes_per_s / model.config.time_scale
+    return model.num_kv_shares * model.gpu.nic_bytes_per_s

@@ -26,15 +26,13 @@ from pathlib import Path
 import grpc
 import uvicorn
 
-from baton import grpc_wakeups
+from baton import clock, grpc_wakeups
 from baton.config import ClusterConfig, ControllerConfig
 from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust
-from baton.scaled_clock import slowed
-from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
@@ -66,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = from_json(ClusterConfig, args.config.read_text(encoding="utf-8"))
         configure("controller", cluster.controller.log_level)
-        asyncio.run(_serve(cluster))
+        clock.slow_down(cluster.emulation.time_scale)
+        clock.run(_serve(cluster))
     except BatonError as error:
         print(f"controller: {error.message}", file=sys.stderr)
         return 1
@@ -82,8 +81,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
     database = database_of(config.database, run_dir)
     sizes = {role.name.lower(): size for role, size in sizes_of(cluster).items()}
-    classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
-    store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes)
+    store = await asyncio.to_thread(ControlStore, database, time.time, sizes)
     if FleetStore(run_dir / FLEET_FILE).load().is_new:
         await asyncio.to_thread(_begin, store, cluster)
     rates = RateStore(run_dir / RATES_FILE)
