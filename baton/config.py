@@ -158,7 +158,9 @@ class RouterConfig:
     max_inflight: int = 512  # sequences inside, an n=4 call is 4; more get Overloaded
     max_queued: int = 1_024  # calls that wait for their turn: 2 s of TTFT where 500 start each second
     max_queued_tokens: int = 8_000_000  # of their prompts: 64 MB of token ids
-    queue_window_s: float = 0.01  # of work that a prefill worker has before it gets more. measured: docs/overload.md
+    # Of work that a prefill worker has before it gets more; -1 = as much as lasts until the next prompt can begin, 10 to 100 ms
+    # (router/lane_window.py, docs/overload.md)
+    queue_window_s: float = -1.0
     shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
     grpc_certificate_file: str = ""  # PEM, of the gRPC port; "" = no TLS
     grpc_key_file: str = ""

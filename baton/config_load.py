@@ -120,7 +120,7 @@ _LIMITS: Mapping[str, Limit] = {
     "router.max_inflight": _COUNT,
     "router.max_queued": Limit("0 = who cannot start at once is turned away", 0),
     "router.max_queued_tokens": _COUNT,
-    "router.queue_window_s": Limit("0 = a worker gets work once it has none", 0, 10),
+    "router.queue_window_s": Limit("-1 = learned, 0 = a worker gets work once it has none", -1, 10),
     "router.request_timeout_s": _SECONDS,
     "router.unavailable_wait_s": Limit("0 = fail at once", 0, 86_400),
     "router.heartbeat_s": _SECONDS,

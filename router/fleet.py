@@ -221,6 +221,10 @@ class Endpoint:
         """Learn from what a pull that this worker was told to make has come to."""
         self.rates.observe_pull(stats, asked_bytes)
 
+    def observe_grant(self, stats: worker_pb2.SeqStats) -> None:
+        """Learn from how long a prompt that it computed waited for room on a decode worker, if it asked for any."""
+        self.rates.grants.observe(1e-3 * stats.reserve_wait_ms)
+
     def remember(self) -> None:
         """Keep what the worker says of itself for the time when it says nothing."""
         view = self.session.view

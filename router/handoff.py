@@ -333,6 +333,7 @@ class Attempt:
             self._report.stats = event.stats
         if self._plan.pull is not None:
             self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
+        self._prefill.observe_grant(event.stats)
         self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
         self._release_prefill()
 

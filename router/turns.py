@@ -32,7 +32,7 @@ from router.quota import Quotas
 from router.sequence import SequenceReport
 from router.tenants import Tenant
 
-PUMP_S = 0.005  # half of the default window: a lane that nobody told us is free gets work before it runs dry
+PUMP_S = 0.005  # half of the least window: a lane that nobody told us is free gets work before it runs dry
 OBSERVE_S = 0.0025  # between looks at the fleet, at least: half of a pump
 OBSERVE_SHARE = 0.02  # of the loop's time for looking
 
@@ -105,7 +105,7 @@ class Turns:
                 max_inflight=config.max_inflight,
                 max_queued=config.max_queued,
                 max_queued_tokens=config.max_queued_tokens,
-                window_s=config.queue_window_s,
+                window_s=config.queue_window_s if config.queue_window_s >= 0 else None,
                 by_forecast=config.shed_by_forecast,
             )
         )
@@ -262,4 +262,5 @@ def worker_loads(fleet: Fleet) -> Iterable[WorkerLoad]:
             used_tokens=(load.active_blocks + load.reserved_blocks) * opened.block_size,
             step_s_per_seq=float(table.step_s_per_seq[row]),
             step_s_per_token=float(table.step_s_per_token[row]),
+            grant_s=endpoint.rates.grants.most_s if role is Role.PREFILL else 0.0,
         )

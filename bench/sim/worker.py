@@ -192,9 +192,9 @@ class SimWorker:
 
     def on_grant(self, attempt: Attempt, now_s: float) -> list[Event]:
         """2 -> 3."""
-        if not self._waits_for_grant(attempt):
+        if attempt.reserve_sent_s is None or not self._waits_for_grant(attempt):
             return []
-        attempt.reserve_sent_s = None
+        attempt.reserve_wait_s, attempt.reserve_sent_s = now_s - attempt.reserve_sent_s, None
         return [*self._prefill(attempt, now_s), *self._start_queued(now_s)]
 
     def _waits_for_grant(self, attempt: Attempt) -> bool:

@@ -25,7 +25,7 @@ CHAT = SLO("chat", ttft_ms=1_000.0, tpot_ms=30.0, priority=5)
 VOICE = SLO("voice", ttft_ms=400.0, tpot_ms=1_000.0, itl_p99_ms=40.0, priority=10)
 WHOLE = SLO("whole", ttft_ms=60_000.0, tpot_ms=1_000.0, e2e_ms=3_000.0)
 MIX = Mix((CHAT, VOICE, WHOLE), (0.4, 0.3, 0.3))
-FITS, TOO_MANY = 60.0, 75.0  # calls per second; prefill is busy at about 72
+FITS, TOO_MANY = 60.0, 96.0  # calls per second; prefill is busy at about 90
 SECONDS = 12.0
 
 

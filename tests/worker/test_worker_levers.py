@@ -10,6 +10,7 @@ import pytest
 
 from baton.request import SamplingParams
 from baton.v1 import control_pb2, worker_pb2
+from engine.ports import Batch
 from engine.scripted_runner import answer
 from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config
 from tests.worker.session_client import SessionClient, request
@@ -127,7 +128,12 @@ async def test_what_a_worker_says_grows_old_while_its_engine_stands_still_and_is
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         await asyncio.sleep(2 * BEAT_S)
         assert router.load.age_s == 0.0, "who has nothing to do has nothing new to say"
-        worker.runner.before_run = lambda batch: may_go_on.wait(10.0) if len(batch.entries) > 1 else None
+
+        def stand_still(batch: Batch) -> None:
+            if len(batch.entries) > 1:
+                may_go_on.wait(10.0)
+
+        worker.runner.before_run = stand_still
         router.submit(request(seq(1), prompt(20), 5_000, ignore_eos=True))
         await router.until(lambda: bool(router.tokens))
         router.submit(request(seq(2), prompt(20), 3, ignore_eos=True))
