@@ -17,6 +17,7 @@ from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.autoscaler.held import Held, Holding, Holdings
+from router.controller.autoscaler.kept import Kept, KeptPool
 from router.controller.autoscaler.layouts import Layout, kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
@@ -59,6 +60,27 @@ class Autoscaler:
         """From now on things take so long; told by who measures them (live_times.py)."""
         self._times = times
         self._patience.measured(times)
+
+    def kept(self) -> Kept:
+        """What the next process needs to go on as this one would."""
+        now_s = self._patience.now_s
+        pools = {
+            role.name.lower(): KeptPool(*self._patience.kept(role), lesson=self._lessons.factor(role, now_s))
+            for role in Role
+        }
+        return Kept(pools, self._lessons.kept(now_s))
+
+    def restore(self, kept: Kept, away_s: float) -> None:
+        """Before the first look: take over what was known `away_s` ago. Sizes that were enough count only where hardly anything
+        was missed since, as in `look`."""
+        found = {role: pool for role in Role if (pool := kept.pools.get(role.name.lower())) is not None}
+        now_s, is_fresh = self._patience.now_s, 0.0 <= away_s <= HOLD_AFTER_S
+        for role, pool in found.items():
+            wanted = [(age_s + away_s, num) for age_s, num in pool.wanted] if is_fresh else []
+            self._patience.restore(role, pool.num_regrets, wanted)
+        factors = {role: pool.lesson for role, pool in found.items()}
+        left_s = {name: seconds - max(0.0, away_s) for name, seconds in kept.counted_s.items()}
+        self._lessons.restore(factors, left_s, now_s)
 
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
         self._patience.look(facts.now_s, facts.workers)
