@@ -55,6 +55,7 @@ log = get_log("controller.main")
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 RATES_FILE = "rates.json"  # likewise
+MEMORY_FILE = "memory.json"  # likewise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +93,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
     fleet = RayFleet(controller, cluster, control_address)
-    live = LiveControl(controller, cluster, fleet, lease)
+    live = LiveControl(controller, cluster, fleet, lease, run_dir / MEMORY_FILE)
     await control.start()
     listener = _bind_admin(config)
     planner = live.planner
@@ -112,6 +113,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     background.keep("workers", fleet.start_and_revive)
     background.keep("autoscaler", live.loop.run)
     background.keep("planner", live.plan)
+    background.keep("save memory", live.memory.run)
     background.keep("local prefill", partial(hand_back, controller, planner))
     await stop.wait()
     await background.end()

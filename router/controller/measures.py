@@ -11,6 +11,7 @@ Instants come in, on one clock that never goes back.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.config import EmulationConfig
@@ -18,7 +19,7 @@ from engine.timing.step_time import step_time
 from router.controller.arrivals import TICK_S, Forecast, Forecaster
 from router.controller.observer import FleetView, Observer
 from router.controller.rate_store import SavedRates
-from router.controller.step_model import StepModel, Terms, terms_of
+from router.controller.step_model import KeptSteps, StepModel, Terms, terms_of
 from router.controller.step_samples import Kinds, StepSamples
 from router.windows import RouterWindows
 
@@ -68,6 +69,17 @@ class Measures:
             if role not in self.steps:
                 self.steps[role] = StepModel(self._roofline)
             self.steps[role].observe(work, step_s)
+
+    def kept_steps(self) -> dict[str, KeptSteps]:
+        """By role, of those that have learned something."""
+        return {role: kept for role, model in self.steps.items() if (kept := model.kept()) is not None}
+
+    def restore_steps(self, kept: Mapping[str, KeptSteps]) -> None:
+        """Of an earlier process. Raises: ValueError: nobody can have learned that; nothing has changed then."""
+        restored = {role: StepModel(self._roofline) for role in kept}
+        for role, model in restored.items():
+            model.restore(kept[role])
+        self.steps.update(restored)
 
     def advance(self, now_s: float) -> None:
         """Close the ticks that are over."""
