@@ -76,7 +76,7 @@ class EmulationConfig:
     tp: int = 1  # GPUs of one worker
     weight_dtype: str = "fp8"  # names of engine/timing/hardware.py; DESIGN section 1 serves the 70B like this
     kv_dtype: str = "bf16"
-    time_scale: float = 1.0  # seconds that a second of the GPUs takes here: 10 = everything at a tenth of its speed
+    time_scale: float = 1.0  # seconds that a second of the cluster takes here: 10 = everything at a tenth of its speed
     kv_scale: int = 1_024  # bytes of KV that are timed for each one moved; DESIGN section 7
     memory_ratio: float = 0.9  # of the GPUs' memory that weights and KV may fill; vLLM's gpu_memory_utilization
     max_model_len: int = 131_072  # tokens; of Llama 3.1, and no emulated model is trained for less
@@ -84,7 +84,7 @@ class EmulationConfig:
     flip_s: float = 0.0  # that an idle worker takes to change its role
     failure_mean_s: float = 0.0  # between two deaths of one worker, exponentially distributed; 0 = it never dies
     failure_seed: int = 0
-    origin: float = 0.0  # of the deaths, on this machine's monotonic clock; `baton up` notes its start here
+    origin: float = 0.0  # of the deaths, on the cluster's clock (baton/clock.py); `baton up` notes its start here
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,7 @@ class CostConfig:
     """What a worker's time is worth (docs/cost.md)."""
 
     usd_per_gpu_hour: float = 0.0  # 0 = not known: GPU seconds alone are counted. Emulated GPUs bring theirs
-    gpus_per_worker: int = 1  # `baton up --emulate` fills in these two
-    time_scale: float = 1.0  # seconds here that a second of the GPUs takes
+    gpus_per_worker: int = 1  # `baton up --emulate` fills it in
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,9 @@ class RouterConfig:
     max_inflight: int = 512  # sequences inside, an n=4 call is 4; more get Overloaded
     max_queued: int = 1_024  # calls that wait for their turn: 2 s of TTFT where 500 start each second
     max_queued_tokens: int = 8_000_000  # of their prompts: 64 MB of token ids
-    queue_window_s: float = 0.01  # of work that a prefill worker has before it gets more. measured: docs/overload.md
+    # Of work that a prefill worker has before it gets more; -1 = as much as lasts until the next prompt can begin, 10 to 100 ms
+    # (router/lane_window.py, docs/overload.md)
+    queue_window_s: float = -1.0
     shed_by_forecast: bool = True  # false: only full bounds and passed deadlines turn calls away, not TTFT targets
     grpc_certificate_file: str = ""  # PEM, of the gRPC port; "" = no TLS
     grpc_key_file: str = ""
@@ -191,6 +192,7 @@ class RouterConfig:
         4 << 20
     )  # of an answer that its client has not taken; as a worker's outbox, DESIGN section 7
     drain_s: float = 600.0  # how long running calls may go on after SIGTERM; DESIGN section 5
+    time_scale: float = 1.0  # emulation.time_scale; `baton up --emulate` fills it in
     batch: BatchConfig = field(default_factory=BatchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -251,10 +253,12 @@ class KubernetesConfig:
     prefill_max: int = 0  # 0 = the GPU budget alone
     decode_min: int = 1
     decode_max: int = 0
-    # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, an image of
-    # 10 GB takes as long
+    # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, an image
+    # of 10 GB takes as long
     pending_s: float = 900.0
-    sick_s: float = 300.0  # a worker that is away for so long, on a pod that runs, is evicted: twice a start from a page cache
+    sick_s: float = (
+        300.0  # a worker that is away for so long, on a pod that runs, is evicted: twice a start from a page cache
+    )
     slo_seed: str = ""  # file: SLO classes that the chart's values name
     slo_source: str = "live"  # live: seeds are a new store's defaults; values: they are put in force at each start
     llmd_labels: bool = False  # label roles as llm-d does, too

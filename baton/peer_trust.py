@@ -6,9 +6,8 @@ name roles instead: router.baton.internal, worker.baton.internal, controller.bat
 subjectAltName. A client checks that it reached the role it wants, in the handshake; a server checks the role of its client
 (`admit`) before it reads a message of a stream. No folder = plain text, as on a laptop.
 
-The files are looked at for every new connection, so they can be renewed in place; files that cannot be used change nothing but
-one log line. A connection lives on with what it began with. Used by event loops; grpc asks for new certificates on threads of
-its own, which at worst read the same files twice.
+The files are looked at for every new connection, so they can be renewed in place (renewed.py). A connection lives on with what it
+began with. Used by event loops; grpc asks for new certificates on threads of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import grpc.aio
 
 from baton.errors import ConfigError
 from baton.log import get_log
+from baton.renewed import Renewed
 
 log = get_log("baton.peer_trust")
 
@@ -34,7 +34,6 @@ FIELD = "tls_dir"
 _DNS_NAMES = "peer_dns"  # of grpc's auth context: the DNS entries of the peer's subjectAltName
 
 Context = grpc.aio.ServicerContext[Any, Any]
-State = tuple[tuple[int, int, int], ...]  # inode, size, mtime_ns of each file
 
 
 class Part(enum.StrEnum):
@@ -65,26 +64,23 @@ class PeerTrust:
         Raises:
             ConfigError: a file is missing, or cannot be used; the message names it.
         """
-        self._files = _Files(Path(folder), part) if folder else None
-        self._state = self._files.state() if self._files else ()
-        self._credentials = self._files.load() if self._files else None
+        files = _Files(Path(folder), part) if folder else None
+        self._credentials = Renewed(files.all, files.load) if files else None
 
     def channel(self, address: str, part: Part, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """A channel to a process of that part."""
-        credentials = self._current()
-        if credentials is None:
+        if self._credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
         name = ("grpc.ssl_target_name_override", part.host_name)
-        return grpc.aio.secure_channel(address, credentials.channel, options=(*options, name))
+        return grpc.aio.secure_channel(address, self._credentials.current().channel, options=(*options, name))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
         """Bind a port of the cluster's inside. Raises: RuntimeError, grpc's: it is taken."""
         address = f"{host}:{port}"
-        credentials = self._current()
-        if credentials is not None:
+        if (credentials := self._credentials) is not None:
             dynamic = grpc.dynamic_ssl_server_credentials(
-                credentials.server, self._server_configuration, require_client_authentication=True
-            )
+                credentials.current().server, lambda: credentials.current().server, require_client_authentication=True
+            )  # asked before each handshake
             return server.add_secure_port(address, dynamic)
         if not _is_loopback(host):
             log.warning("port_without_tls", host=host, hint="whoever reaches it is believed; set tls_dir")
@@ -92,7 +88,7 @@ class PeerTrust:
 
     async def admit(self, context: Context, *parts: Part) -> None:
         """End the call unless its client is one of these. That it belongs to the cluster, the handshake has shown."""
-        if self._files is None:
+        if self._credentials is None:
             return
         names = {name.decode(errors="replace") for name in context.auth_context().get(_DNS_NAMES, ())}
         if names.isdisjoint(part.host_name for part in parts):
@@ -102,23 +98,6 @@ class PeerTrust:
                 grpc.StatusCode.PERMISSION_DENIED, f"the certificate shown is not one of {wanted}: it may not call this"
             )
 
-    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """grpc asks before each handshake."""
-        credentials = self._current()
-        assert credentials is not None
-        return credentials.server
-
-    def _current(self) -> _Credentials | None:
-        """Read again if the files have changed. Those that went bad change nothing."""
-        if self._files is not None and (state := self._files.state()) != self._state:
-            self._state = state
-            try:
-                self._credentials = self._files.load()
-                log.info("certificates_loaded", folder=str(self._files.folder))
-            except ConfigError as error:
-                log.error("certificates_refused", reason=error.message)
-        return self._credentials
-
 
 PLAIN = PeerTrust()
 
@@ -127,17 +106,9 @@ class _Files:
     """The three files of one process."""
 
     def __init__(self, folder: Path, part: Part) -> None:
-        self.folder = folder
         self._part = part
         self._authority, self._certificate, self._key = folder / "ca.crt", folder / "tls.crt", folder / "tls.key"
-
-    def state(self) -> State:
-        """Empty while one is missing."""
-        try:
-            stats = [path.stat() for path in (self._authority, self._certificate, self._key)]
-        except OSError:
-            return ()
-        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+        self.all = (self._authority, self._certificate, self._key)
 
     def load(self) -> _Credentials:
         """Raises: ConfigError."""

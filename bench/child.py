@@ -97,6 +97,10 @@ class Child:
             raise ChildError(f"{self.name} said {answer} where {kind.__name__} was expected")
         return answer
 
+    def fileno(self) -> int:
+        """Readable when it has answered, or is gone; for who waits for several."""
+        return self._pipe.fileno()
+
     def close(self) -> None:
         """Idempotent."""
         self._pipe.close()

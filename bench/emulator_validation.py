@@ -159,9 +159,8 @@ async def lateness(cluster: Cluster) -> float:
     return max(map(float, found))
 
 
-async def set_targets(cluster: Cluster, time_scale: float) -> None:
-    """On the slowed clock."""
-    targets = (f"ttft_ms={time_scale * TARGETS.ttft_ms}", f"tpot_ms={time_scale * TARGETS.tpot_ms}", "percentile=0.9")
+async def set_targets(cluster: Cluster) -> None:
+    targets = (f"ttft_ms={TARGETS.ttft_ms}", f"tpot_ms={TARGETS.tpot_ms}", "percentile=0.9")
     words = ("slo", "set", TARGETS.name, *targets, "--reason", "validation", "--admin-port", str(cluster.admin_port))
     process = await asyncio.create_subprocess_exec(
         BATON, *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -202,7 +201,7 @@ async def compare(options: Options) -> list[Compared]:
     workers = Workers("emulated", prefill=options.num_prefill, decode=options.num_decode, sheds=True)
     found = []
     async with running(workers, options.flags) as cluster:
-        await set_targets(cluster, options.time_scale)
+        await set_targets(cluster)
         await emulated(cluster, traffic.calls(0.5 * knee, 10, options.seed), options.time_scale, options.seed)
         for number, load in enumerate(LOADS):
             await asyncio.sleep(SETTLE_S)

@@ -11,7 +11,6 @@ the work itself. Pure but for reading the file; sessions start `SESSION_GAP_S` a
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from baton.kv_layout import DEFAULT_BLOCK_SIZE
 from baton.request import Role
+from bench.traces import MAX_TOKENS, TraceError, json_rows, reading
 from router.flow_back import Decision, Pull, best, options
 from router.placement import Choice, Demand, place
 from router.prefix_index import PrefixRoot
@@ -195,24 +195,25 @@ def replay(turns: Iterable[Turn], profile: Profile, policy: Policy) -> Outcome:
 
 
 def parse_agentic(lines: Iterable[str]) -> list[Turn]:
-    """Turns in order of arrival."""
-    turns, starts_s, last_tokens = [], dict[str, float](), dict[str, int]()
-    for line in lines:
-        row = json.loads(line)
-        session, prompt_tokens = row["s"], row["in"]
+    """Turns in order of arrival. Raises: TraceError: a row that is not as it should be (it is named)."""
+    turns, starts_s, last = [], dict[str, float](), dict[str, tuple[float, int]]()
+    for row in json_rows(lines):
+        session = str(row.get("s"))
         start_s = starts_s.setdefault(session, SESSION_GAP_S * len(starts_s))
-        last_blocks = last_tokens.get(session, 0) // TRACE_BLOCK_TOKENS
+        last_s, last_tokens = last.get(session, (None, 0))
+        at_s, prompt_tokens = row.instant("t", last_s), row.tokens("in")
+        num_shared = row.count("p", least=0, most=MAX_TOKENS // TRACE_BLOCK_TOKENS)
         turns.append(
             Turn(
-                at_s=start_s + row["t"],
+                at_s=start_s + at_s,
                 session=session,
-                prompt_tokens=max(1, prompt_tokens),
-                output_tokens=max(1, row["out"]),
-                shared_tokens=row["p"] * TRACE_BLOCK_TOKENS,
-                repeats_all=0 < last_blocks <= row["p"],
+                prompt_tokens=prompt_tokens,
+                output_tokens=max(1, row.tokens("out", least=0)),  # 0: broken off before the first token
+                shared_tokens=num_shared * TRACE_BLOCK_TOKENS,
+                repeats_all=0 < last_tokens // TRACE_BLOCK_TOKENS <= num_shared,
             )
         )
-        last_tokens[session] = prompt_tokens
+        last[session] = at_s, prompt_tokens
     return sorted(turns, key=lambda turn: turn.at_s)
 
 
@@ -220,8 +221,12 @@ def main(path: Path) -> int:
     if not path.is_file():
         print(f"trace {path} is not there; get agentic_coding.jsonl.gz from kv-cache-tester", file=sys.stderr)
         return 2
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        turns = parse_agentic(lines)
+    try:
+        with reading(path), gzip.open(path, "rt", encoding="utf-8") as lines:
+            turns = parse_agentic(lines)
+    except TraceError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"{len(turns)} requests, {len({turn.session for turn in turns})} sessions, 4 prefill + 4 decode workers")
     for profile in PROFILES:
         print(

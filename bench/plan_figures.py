@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from baton.slo import SLO
 from bench.plan.baselines import Perturbed, prefill_first
-from bench.plan.judge import Effort, Judge
-from bench.plan.plan import Question, space_of
+from bench.plan.judge import Effort, Judge, Knee, mean_and_half_width
+from bench.plan.plan import NEARBY, Question, space_of
 from bench.plan.screen import Targets
 from bench.plan.search import Found, Screened, Search
 from bench.plan.space import Candidate, Offer
@@ -113,7 +114,8 @@ def _against_all(
 def describe(one: Candidate) -> str:
     local = one.deployment.local_prefill_tokens
     extra = f", local up to {local}" if local else ""
-    return f"{one.describe()}, budget {one.budget}{extra}, window {1e3 * one.window_s:g} ms"
+    window = f"window {1e3 * one.window_s:g} ms" if math.isfinite(one.window_s) else "no admission"
+    return f"{one.describe()}, budget {one.budget}, seats {one.deployment.engine.max_num_seqs}{extra}, {window}"
 
 
 # -- goals -------------------------------------------------------------------------------------------------------------
@@ -123,59 +125,104 @@ def describe(one: Candidate) -> str:
 class Case:
     name: str
     model: str
+    gpu: str
     num_gpus: int
     widths: tuple[int, ...]
+    traffic: Traffic
     slo: SLO
 
 
-# A chat, assumed: prompts of 735 tokens and answers of 200 on average, with the long tails that chats have
+# Like ShareGPT's in DistServe (OSDI 2024, section 6): prompts of 735 tokens and answers of 200 on average, with long tails
 CHAT = Drawn(10.0, Lengths(500, 2_100, lognormal=True), Lengths(150, 520, lognormal=True))
-CASES = (
-    Case("8B chat, 15 ms", "llama-3.1-8b", 2, (1,), SLO("chat", 1_000.0, 15.0)),
-    Case("8B chat, 8 ms", "llama-3.1-8b", 3, (1,), SLO("chat", 1_000.0, 8.0)),
-    Case("70B chat, mean 25 ms", "llama-3.1-70b", 8, (2, 4), SLO("chat", 2_000.0, 25.0)),
-    Case("70B chat, 25 ms, gaps 200 ms", "llama-3.1-70b", 8, (2, 4), SLO("chat", 2_000.0, 25.0, 200.0)),
-)
+
+
+def cases() -> Iterator[Case]:
+    yield Case("8B chat, 15 ms", "llama-3.1-8b", "h100", 2, (1,), CHAT, SLO("chat", 1_000.0, 15.0))
+    yield Case("8B chat, 15 ms, H200", "llama-3.1-8b", "h200", 4, (1,), CHAT, SLO("chat", 1_000.0, 15.0))
+    strict = SLO("chat", 1_000.0, 15.0, percentile=0.99)
+    yield Case("8B chat, 15 ms, H200, 99 %", "llama-3.1-8b", "h200", 4, (1,), CHAT, strict)
+    yield Case("8B chat, 8 ms", "llama-3.1-8b", "h100", 3, (1,), CHAT, SLO("chat", 1_000.0, 8.0))
+    mean, gaps = SLO("chat", 2_000.0, 25.0), SLO("chat", 2_000.0, 25.0, 200.0)
+    yield Case("70B chat, mean 25 ms", "llama-3.1-70b", "h100", 8, (2, 4), CHAT, mean)
+    yield Case("70B chat, gaps 200 ms", "llama-3.1-70b", "h100", 8, (2, 4), CHAT, gaps)
+    yield Case("70B azure, gaps 200 ms", "llama-3.1-70b", "h100", 8, (2, 4), recorded("azure"), gaps)
 
 
 @dataclass(frozen=True, slots=True)
 class GoalRow:
+    """One kind of serving at its best setting: found on one seed, measured on others."""
+
     case: str
-    seed: int
     kind: str
     layout: str
-    rate: float
-    calls: int
+    rates: list[float]  # of the knees, by seed
+    mean: float
+    half_width: float | None
+    planner_over: tuple[
+        float, float | None
+    ]  # the planner's pick over it, seed by seed: mean, half of the 95 % interval
+    missed: dict[str, int]  # beyond the knee of the first seed: why
+    calls: int  # simulated for the case, so far
 
 
-def goal_rows(num_calls: int, seeds: Iterable[int], wanted: str) -> Iterator[GoalRow]:
-    for seed in seeds:
-        for case in CASES:
-            if wanted in case.name:
-                yield from _goal(case, seed, num_calls)
+def goal_rows(effort: Effort, wanted: str) -> Iterator[GoalRow]:
+    for case in cases():
+        if wanted in case.name:
+            yield from _goal(case, effort)
 
 
-def _goal(case: Case, seed: int, num_calls: int) -> Iterator[GoalRow]:
-    effort = Effort(search_calls=num_calls, seed=seed)
+def _goal(case: Case, effort: Effort) -> Iterator[GoalRow]:
     question = Question(
-        case.model, [Offer.parse("h100")], CHAT, Mix((case.slo,)), case.num_gpus, case.widths, effort=effort
+        case.model, [Offer.parse(case.gpu)], case.traffic, Mix((case.slo,)), case.num_gpus, case.widths, effort=effort
     )
-    load, judge = load_of(CHAT), Judge(CHAT, question.mix)
+    load, judge = load_of(case.traffic), Judge(case.traffic, question.mix)
     search = _search(question, load, judge)
+    picked = search.best(case.num_gpus)
+    if picked is None:
+        raise SystemExit(f"{case.name}: nothing holds {case.slo}")
+    picked_knees = _knees(picked, judge, effort)
+    for kind, found in {"planner": picked, **_others(search, question, load)}.items():
+        if found is None or found.knee.rate == 0:
+            continue
+        knees = _knees(found, judge, effort)
+        over = [mine.rate / theirs.rate for mine, theirs in zip(picked_knees, knees, strict=True) if theirs.rate]
+        above = knees[0].above
+        yield GoalRow(
+            case.name,
+            kind,
+            describe(found.candidate),
+            [knee.rate for knee in knees],
+            *mean_and_half_width([knee.rate for knee in knees]),
+            mean_and_half_width(over),
+            {verdict.value: num for verdict, num in above.missed.items()} if above is not None else {},
+            judge.num_calls,
+        )
 
-    def row(kind: str, found: Found | None) -> GoalRow:
-        layout = describe(found.candidate) if found is not None else "-"
-        return GoalRow(case.name, seed, kind, layout, found.knee.rate if found is not None else 0.0, judge.num_calls)
 
-    screened = search.screen(case.num_gpus)
-    tuned = search.race([one for one in screened if one.candidate.is_colocated], better=ALL_BETTER)
-    yield row("tuned chunked colocated", tuned)
-    yield row("best with prefill workers", search.best(case.num_gpus, wanted=lambda one: not one.is_colocated))
-    yield row("planner", search.best(case.num_gpus))
-    guess = tuned.guess if tuned is not None else screened[0].guess
-    for tokens in (2_048, 8_192):
-        firsts = [one for one in prefill_first(space_of(question, load), case.num_gpus) if one.budget == tokens]
-        yield row(f"prefill first, up to {tokens} tokens", search.race([Screened(one, guess) for one in firsts]))
+def _knees(found: Found, judge: Judge, effort: Effort) -> list[Knee]:
+    """On seeds that the search has not seen."""
+    return [
+        judge.knee(found.candidate, found.knee.rate, num_calls=effort.final_calls, seed=seed, step=NEARBY)
+        for seed in effort.final_seed_numbers
+    ]
+
+
+def _others(search: Search, question: Question, load: Load) -> dict[str, Found | None]:
+    """What the pick is compared with, each at the best of its settings on the seed of the search."""
+    assert question.num_gpus is not None, "every case has a number of GPUs"
+    screened = [one for one in search.screen(question.num_gpus) if one.candidate.is_colocated]
+    kinds = {
+        "tuned chunked colocated": search.race(screened, better=ALL_BETTER),
+        "best with prefill workers": search.best(question.num_gpus, wanted=lambda one: not one.is_colocated),
+    }
+    space = space_of(question, load)
+    admitted, open_ = (list(prefill_first(space, question.num_gpus, admits=admits)) for admits in (True, False))
+    rivals = {"prefill first": admitted}
+    for tp in sorted({one.deployment.tp for one in open_}):
+        rivals[f"prefill first, no admission, tp {tp}"] = [one for one in open_ if one.deployment.tp == tp]
+    for kind, firsts in rivals.items():
+        kinds[kind] = search.race([Screened(one, screened[-1].guess) for one in firsts], better=ALL_BETTER)
+    return kinds
 
 
 # -- command -----------------------------------------------------------------------------------------------------------
@@ -186,14 +233,17 @@ def main() -> None:
     parser.add_argument("what", choices=("search", "goals"))
     parser.add_argument("--gpus", type=int, default=2, help="search: of each plan (%(default)s)")
     parser.add_argument("--calls", type=int, default=400, help="of a trial, at least (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="goals: from 0 on (%(default)s)")
+    parser.add_argument("--final-calls", type=int, default=1_600, help="goals: of a trial of the figures (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="goals: of the figures, unseen by the search (%(default)s)"
+    )
     parser.add_argument("--case", default="", help="goals: only cases whose name holds this")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     if args.what == "search":
         _write(args.json, search_rows(args.gpus, (1, 2), args.calls))
     else:
-        _write(args.json, goal_rows(args.calls, range(args.seeds), args.case))
+        _write(args.json, goal_rows(Effort(args.calls, args.final_calls, args.seeds), args.case))
 
 
 def _write(path: Path, rows: Iterable[SearchRow | GoalRow]) -> None:

@@ -137,7 +137,8 @@ class Cluster:
 
     def _await_workers(self) -> None:
         """Wait until each worker is ready; one that failed to start ends the wait."""
-        deadline_s = time.monotonic() + self.config.controller.worker_start_timeout_s + _PROCESS_START_S
+        patience_s = self._real_s(self.config.controller.worker_start_timeout_s)
+        deadline_s = time.monotonic() + patience_s + _PROCESS_START_S
         with step("Starting the workers") as shown, self.admin("viewer") as admin:
             while True:
                 workers = admin.get("/admin/v1/workers").json()["workers"]
@@ -154,14 +155,13 @@ class Cluster:
 
     def _await_router(self) -> None:
         """Every router, each on its own port where they share one."""
-        deadline_s = time.monotonic() + _PROCESS_START_S
+        patience_s = self._real_s(_PROCESS_START_S)
+        deadline_s = time.monotonic() + patience_s
         with step("Connecting routers and workers"):
             for port in self._metrics_ports():
                 while not _answers_ready(port):
                     if time.monotonic() > deadline_s:
-                        raise ClusterFailed(
-                            f"the router is not ready after {_PROCESS_START_S:g} s; see {self.folder.logs}"
-                        )
+                        raise ClusterFailed(f"the router is not ready after {patience_s:g} s; see {self.folder.logs}")
                     self._pause()
 
     def _hold_ports(self) -> None:
@@ -197,6 +197,10 @@ class Cluster:
             router = dataclasses.replace(self.config.router, process_port=self._process_ports.get(name, 0), batch=batch)
             write_private(self.folder.router_file(name), to_json(router))
         self.folder.write_targets(self._metrics_ports())
+
+    def _real_s(self, seconds: float) -> float:
+        """Of the cluster's clock, on which its configuration is (baton/clock.py)."""
+        return seconds * self.config.emulation.time_scale
 
     def _metrics_ports(self) -> list[int]:
         return list(self._process_ports.values()) or [self.config.router.http_port]
@@ -270,7 +274,7 @@ class Cluster:
         if routers := [child for name, child in children.items() if name.startswith("router")]:
             with step("Draining and stopping the router (Ctrl-C again skips the wait)"):
                 self._signals.clear()
-                end_children(routers, self.config.router.drain_s, self._signals.fd, _HURRY_S)
+                end_children(routers, self._real_s(self.config.router.drain_s), self._signals.fd, _HURRY_S)
         with step("Stopping workers and Ray"):
             for name in ("controller", "ray-node", "ray"):
                 if child := children.get(name):

@@ -1,4 +1,4 @@
-"""What `--emulate` makes of a configuration: names looked up, the clock slowed, frames as small as the payload. Pure."""
+"""What `--emulate` makes of a configuration: names looked up, routers told of the clock, frames as small as the payload. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from baton.config import ClusterConfig, CostConfig, KVTransferConfig
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.scaled_clock import slowed
 from engine.emulated_model import EmulatedModel, emulated_model
 from kv_transfer.frame import HEADER_BYTES
 
@@ -20,7 +19,7 @@ def as_emulated(config: ClusterConfig, now_s: float) -> ClusterConfig:
     """Return the settings that the cluster's processes get; the same where nothing is emulated.
 
     Args:
-        now_s: on the monotonic clock; deaths are counted from here.
+        now_s: on this machine's monotonic clock; deaths are counted from here.
 
     Raises:
         ConfigError: an unknown GPU or model, one that does not fit, or settings that mean nothing without tensors.
@@ -38,14 +37,14 @@ def as_emulated(config: ClusterConfig, now_s: float) -> ClusterConfig:
             field="engine.num_blocks",
         )
     named = replace(config.model, served_name=config.model.served_name or model.shape.name)
-    slow = slowed(config, emulation.time_scale)
+    scale = emulation.time_scale
     return replace(
-        slow,
+        config,
         model=named,
-        router=replace(slow.router, model=named, cost=_cost(slow.router.cost, model)),
-        kv=_small_frames(slow.kv, model.layout(config.engine.block_size), emulation.kv_scale),
-        engine=replace(slow.engine, num_blocks=config.engine.num_blocks or num_blocks),
-        emulation=replace(slow.emulation, origin=now_s),
+        router=replace(config.router, model=named, cost=_cost(config.router.cost, model), time_scale=scale),
+        kv=_small_frames(config.kv, model.layout(config.engine.block_size), emulation.kv_scale),
+        engine=replace(config.engine, num_blocks=config.engine.num_blocks or num_blocks),
+        emulation=replace(emulation, origin=now_s / scale),
     )
 
 
@@ -68,7 +67,6 @@ def _cost(cost: CostConfig, model: EmulatedModel) -> CostConfig:
         cost,
         usd_per_gpu_hour=cost.usd_per_gpu_hour or model.gpu.usd_per_hour,
         gpus_per_worker=model.config.tp,
-        time_scale=model.config.time_scale,
     )
 
 

@@ -66,9 +66,9 @@ class EmulatedModel:
         return KVLayout(1, 1, slot_bytes // _DTYPE_BYTES, _DTYPE, block_size, _NUM_COMPONENTS)
 
     def block_wire_s(self, block_size: int) -> float:
-        """What a block takes on the network, in seconds of the scaled clock: each GPU sends its share on its own card."""
+        """What a block takes on the network: each GPU sends its share on its own card."""
         nbytes = block_size * self.kv_bytes_per_token / self.num_kv_shares
-        return self.config.time_scale * nbytes / self.gpu.nic_bytes_per_s
+        return nbytes / self.gpu.nic_bytes_per_s
 
     def step_time(self) -> StepTime:
         config = self.config

@@ -1,6 +1,6 @@
 """A Runner on GPUs that are not there: a step lasts what `StepTime` says for its batch, and nothing is computed.
 
-- Time: one sleep per step (engine/pace.py), scaled by `time_scale`. An entry of one token counts as a decode.
+- Time: one sleep per step (engine/pace.py). An entry of one token counts as a decode.
 - Tokens: `emulated_token`, a function of the sequence alone, whatever worker or batch makes it: streams can be checked, and go
   on after a worker's death as they would have. It costs the same for any length, and never ends a sequence.
 - KV: every slot names its token and position in its first 8 bytes. Each sampled step checks one earlier slot of its sequence,
@@ -84,7 +84,6 @@ class EmulatedRunner:
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
-        time_scale: float = 1.0,
         pace: Pace | None = None,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
@@ -94,7 +93,6 @@ class EmulatedRunner:
         self._step_time = step_time
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._time_scale = time_scale
         self._pace = pace or Pace()
 
     def run(self, batch: Batch) -> list[Sample | None]:
@@ -103,7 +101,7 @@ class EmulatedRunner:
         self._check([entry for entry in entries if entry.sample and entry.start])
         self._write(entries)
         samples = [self._sample(entry) if entry.sample else None for entry in entries]
-        self._pace.finish(self._time_scale * self._step_time.step_s(timed_batch(entries)))
+        self._pace.finish(self._step_time.step_s(timed_batch(entries)))
         return samples
 
     def _check(self, entries: Sequence[BatchEntry]) -> None:

@@ -11,10 +11,10 @@ ends with an error and its blocks are free (a prefill-only one's on `drop`: a tr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton import clock
 from baton.config import EngineConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Overloaded, Unavailable
 from baton.hashing import BlockHash
@@ -43,7 +43,7 @@ class LocalEngine:
         fingerprint: str,
         eos_token_ids: Iterable[int],
         max_model_len: int,
-        clock_s: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.now_s,
         check_integrity: bool = False,
     ) -> None:
         """Build an idle engine over the runner's KV cache, whose size and layout count, not the configuration's.
@@ -72,7 +72,7 @@ class LocalEngine:
         self._ended: list[SequenceEnded] = []  # by commands, since the last step
         self._num_steps = 0
         self._step_ms = 0.0
-        self._work = _Work()
+        self._decode_steps, self._prompt_steps = _Work(), _Work()
 
     # Commands
 
@@ -152,7 +152,8 @@ class LocalEngine:
             weight = STEP_MEAN_WEIGHT if self._num_steps else 1.0
             self._step_ms += weight * (1e3 * duration_s - self._step_ms)
             self._num_steps += 1
-            self._work.add(plan.chunks, duration_s)
+            work = _Work.of(plan.chunks, duration_s)
+            (self._prompt_steps if work.prompt_pairs else self._decode_steps).add(work)
         result = self._scheduler.commit(plan, outcomes, self._num_steps, now_s + duration_s)
         added, removed = self._cache.take_delta()
         result.cache_added.extend(added)
@@ -170,6 +171,7 @@ class LocalEngine:
 
     def load(self) -> EngineLoad:
         scheduler, pool, totals = self._scheduler, self._pool, self._scheduler.totals
+        decode_steps, prompt_steps = self._decode_steps, self._prompt_steps
         return EngineLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -185,10 +187,14 @@ class LocalEngine:
             output_tokens=totals.output_tokens,
             num_admitted=totals.num_admitted,
             step_ms=self._step_ms,
-            busy_s=self._work.busy_s,
-            step_tokens=self._work.tokens,
-            context_tokens=self._work.context_tokens,
-            prompt_pairs=self._work.prompt_pairs,
+            busy_s=decode_steps.busy_s + prompt_steps.busy_s,
+            step_tokens=decode_steps.tokens + prompt_steps.tokens,
+            context_tokens=decode_steps.context_tokens + prompt_steps.context_tokens,
+            prompt_pairs=prompt_steps.prompt_pairs,
+            num_prompt_steps=prompt_steps.num_steps,
+            prompt_steps_busy_s=prompt_steps.busy_s,
+            prompt_steps_tokens=prompt_steps.tokens,
+            prompt_steps_context_tokens=prompt_steps.context_tokens,
             tuning=scheduler.tuning,
         )
 
@@ -231,20 +237,31 @@ class LocalEngine:
 class _Work:
     """What steps have computed and how long they took, in all: what a model of their time is learned from."""
 
+    num_steps: int = 0
     busy_s: float = 0.0
     tokens: int = 0
     context_tokens: int = 0
     prompt_pairs: float = 0.0
 
-    def add(self, chunks: Iterable[Chunk], duration_s: float) -> None:
-        self.busy_s += duration_s
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], duration_s: float) -> _Work:
+        """One step. A chunk of one token costs what a decode does, and counts as one."""
+        work = cls(1, duration_s)
         for chunk in chunks:
             num_tokens = chunk.num_tokens
-            self.tokens += num_tokens
+            work.tokens += num_tokens
             if num_tokens == 1:
-                self.context_tokens += chunk.start + 1
+                work.context_tokens += chunk.start + 1
             else:
-                self.prompt_pairs += num_tokens * (chunk.start + (num_tokens + 1) / 2)
+                work.prompt_pairs += num_tokens * (chunk.start + (num_tokens + 1) / 2)
+        return work
+
+    def add(self, other: _Work) -> None:
+        self.num_steps += other.num_steps
+        self.busy_s += other.busy_s
+        self.tokens += other.tokens
+        self.context_tokens += other.context_tokens
+        self.prompt_pairs += other.prompt_pairs
 
 
 def _entry(chunk: Chunk) -> BatchEntry:

@@ -12,10 +12,10 @@ in `finish`; the one number may be read from any.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Set
 
+from baton import clock
 from baton.log import get_log
 
 log = get_log("engine.pace")
@@ -28,12 +28,10 @@ LOOK_S = 1.0  # between two looks at the window: routers report once a second
 
 
 class Pace:
-    """The clock of one emulated engine. Times are seconds of this machine: already multiplied by the time scale."""
+    """The clock of one emulated engine."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._clock = clock
+    def __init__(self, now_s: Callable[[], float] = clock.now_s, sleep: Callable[[float], None] = clock.sleep) -> None:
+        self._now_s = now_s
         self._sleep = sleep
         self._begun_s = 0.0
         self._due_s = -math.inf  # of the step before
@@ -49,15 +47,15 @@ class Pace:
         goes_on = not self._seqs.isdisjoint(seqs)
         self._seqs = seqs
         last_s = self._ended_s if self._was_late else self._due_s
-        self._begun_s = last_s if goes_on else self._clock()
+        self._begun_s = last_s if goes_on else self._now_s()
 
     def finish(self, step_s: float) -> None:
         """Sleep until the step that began should end, and note by how much that was missed."""
         self._due_s = self._begun_s + step_s
-        left_s = self._due_s - self._clock()
+        left_s = self._due_s - self._now_s()
         if left_s > 0:
             self._sleep(left_s)
-        self._ended_s = self._clock()
+        self._ended_s = self._now_s()
         share = max(0.0, self._ended_s - self._due_s) / step_s if step_s else 0.0
         self._was_late = share > TOLERANCE
         self._note(share)

@@ -189,6 +189,10 @@ class EngineLoad:
     step_tokens: int  # prompt tokens and decodes
     context_tokens: int  # whose KV the decodes read
     prompt_pairs: float  # (query, context) of the prompts' attention
+    num_prompt_steps: int  # that computed prompts, alone or beside decodes; their parts of the above:
+    prompt_steps_busy_s: float
+    prompt_steps_tokens: int
+    prompt_steps_context_tokens: int
     tuning: Tuning  # in force
 
 

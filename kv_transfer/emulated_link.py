@@ -7,19 +7,25 @@ header names, not from its bytes: payload is scaled down, and in direct mode not
     sender    send_frame -> the card is free: the frame goes out -> SendDone
     receiver  FrameArrived -> its turn on the card -> its length later the pair hears of it, judges it and gives the lane back
 
-So credits come back at the emulated pace, and a congested receiver slows its senders as a real one does. Runs on the KV thread.
+So credits come back at the emulated pace, and a congested receiver slows its senders as a real one does. Frames leave outside of
+their pair's turn, so a path that fails by it is lost as any path is, at its pair's next turn, and no other one with it. Runs on
+the KV thread.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass
 
+from baton import clock
 from kv_transfer.block_store import BlockStore
-from kv_transfer.channel import Channel, ChannelEvent, Credit, FrameArrived, PeerPool, Transport
+from kv_transfer.channel import Channel, ChannelEvent, ChannelLost, Credit, FrameArrived, PeerPool, Transport
 from kv_transfer.events import TransportSettings
 from kv_transfer.frame import Kind, read_header
 from kv_transfer.nic import Nic, Served
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,8 @@ class EmulatedTransport:
         instants = [self.out.next_start_s(), self.into.next_start_s()]
         if self._arriving is not None:
             instants = [instants[0], self._arriving.end_s]
-        soonest_s = min((instant for instant in instants if instant is not None), default=self.now_s + timeout_s)
-        self._inner.wait(min(timeout_s, max(0.0, soonest_s - self.now_s)))
+        waits_s = (clock.real_s(instant - self.now_s) for instant in instants if instant is not None)
+        self._inner.wait(max(0.0, min((timeout_s, *waits_s))))
 
     def wake(self) -> None:
         self._inner.wake()
@@ -130,7 +136,7 @@ class EmulatedChannel:
         transport = self._transport
         length_s = transport.link.frame_s(self.send_slot(slot))
         if length_s:
-            transport.out.put(self._flow, _Departure(self._inner, slot, nbytes), length_s, transport.now_s)
+            transport.out.put(self._flow, _Departure(self, slot, nbytes), length_s, transport.now_s)
         else:
             self._inner.send_frame(slot, nbytes)
 
@@ -154,6 +160,15 @@ class EmulatedChannel:
             transport.into.put(self._flow, _Arrival(self, event), length_s, transport.now_s)
         return length_s > 0
 
+    def leaves(self, slot: int, nbytes: int) -> None:
+        """A frame that its card has let go."""
+        try:
+            self._inner.send_frame(slot, nbytes)
+        except Exception as error:  # noqa: BLE001  the transport's boundary: its caller is everybody's progress
+            _log.exception("a frame could not leave")
+            self._forget_waiting()
+            self._arrived.append(ChannelLost(f"a frame could not leave: {error or type(error).__name__}"))
+
     def arrived(self, event: ChannelEvent) -> None:
         """The next poll brings it; nothing after close."""
         if not self._closed:
@@ -161,9 +176,12 @@ class EmulatedChannel:
 
     def close(self) -> None:
         self._closed = True
+        self._forget_waiting()
+        self._inner.close()
+
+    def _forget_waiting(self) -> None:
         self._transport.out.forget(self._flow)
         self._transport.into.forget(self._flow)
-        self._inner.close()
 
     @property
     def num_quarantined(self) -> int:
@@ -174,12 +192,12 @@ class EmulatedChannel:
 class _Departure:
     """A frame that waits for its sender's card."""
 
-    channel: Channel
+    channel: EmulatedChannel
     slot: int
     nbytes: int
 
     def go(self) -> None:
-        self.channel.send_frame(self.slot, self.nbytes)
+        self.channel.leaves(self.slot, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from baton import clock
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.block_store import BlockStore
@@ -78,7 +78,7 @@ class KVPlane:
         self._views = wire_views(store)
         self._on_event = on_event
         self._on_fatal = on_fatal
-        self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, time.monotonic())
+        self._core = PlaneCore(store, config, epoch, self._deliver, self._transport, clock.now_s())
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-kv", daemon=True)
@@ -189,7 +189,7 @@ class KVPlane:
 
     def _turn(self) -> bool:
         """Receive, carry out what is queued, advance; whether anything happened. The order matters: see core.receive."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         busy = self._core.receive(now_s) or bool(self._commands)
         while self._commands:
             self._commands.popleft()()
@@ -200,7 +200,7 @@ class KVPlane:
         return busy
 
     def _deliver(self, event: KVEvent) -> None:
-        self._publish(time.monotonic())
+        self._publish(clock.now_s())
         self._on_event(event)
 
     def _publish(self, now_s: float) -> None:
@@ -212,8 +212,8 @@ class KVPlane:
     def _shut_down(self) -> None:
         self._core.lose_all("the worker stops")
         self._core.deliver_events()
-        give_up_s = time.monotonic() + DRAIN_S
-        while self._core.num_closing and time.monotonic() < give_up_s:
-            self._core.poll(time.monotonic())
-        self._publish(time.monotonic())
+        give_up_s = clock.now_s() + DRAIN_S
+        while self._core.num_closing and clock.now_s() < give_up_s:
+            self._core.poll(clock.now_s())
+        self._publish(clock.now_s())
         self._transport.close()

@@ -3,7 +3,7 @@
     1 arrives    shed at once where a bound is full or the forecast misses its target or deadline      -> 2, or gone
     2 waits      here, not in the workers' queues, so that the order can still change (router/fair_queue.py);
                  shed as soon as it can no longer make it, or to make room for a tenant that takes less  -> 3, or gone
-    3 released   a prefill lane is free within `window_s` and a decode seat under its TPOT target        -> 4
+    3 released   a prefill lane is open for more, and there is a decode seat under its TPOT target       -> 4
     4 began      its first token came: the lane has moved on                                           -> gone when it ends
 
 A target for the whole answer counts as one for its first token: less the steps that an answer of its class usually takes.
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.fair_queue import FairQueue, Waiting
+from router.lane_window import window_s
 from router.tenants import Tenant
 
 MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
@@ -86,7 +87,7 @@ class Bounds:
     max_inflight: int  # sequences, queued ones too
     max_queued: int  # calls
     max_queued_tokens: int
-    window_s: float  # of work that a lane may have before it is given more
+    window_s: float | None = None  # of work that a lane may have before it is given more; None: router/lane_window.py
     by_forecast: bool = True  # False: only bounds and deadlines turn calls away
 
 
@@ -165,7 +166,7 @@ class Admission:
         for load in prefills:
             rate = self.pace * self._rates[load.worker_id]
             free_s, num_tokens = ours.get(load.worker_id, (now_s, 0.0))
-            lanes.append((free_s + max(0.0, load.waiting_tokens - num_tokens) / rate, rate))
+            lanes.append((free_s + max(0.0, load.waiting_tokens - num_tokens) / rate, rate, self._window_s(load)))
         self._lanes = Lanes(lanes)
         for turn in self._released.values():
             if lanes and turn.worker not in self._rates:
@@ -176,6 +177,9 @@ class Admission:
         self._seats, self._num_taken = {}, 0
         if self._is_ready:
             self._ready_s = now_s
+
+    def _window_s(self, load: WorkerLoad) -> float:
+        return window_s(load.grant_s) if self.bounds.window_s is None else self.bounds.window_s
 
     @property
     def _is_ready(self) -> bool:
@@ -253,13 +257,13 @@ class Admission:
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
             turn.latest_s, turn.misses = now_s + spare_s, target
-        output = self._expected_output(turn) if wait_s > self.bounds.window_s else self._least_output(turn)
+        output = self._expected_output(turn) if wait_s > self._lanes.window_s else self._least_output(turn)
         left_s = turn.deadline_s - now_s - own_s - (output - 1) * self._step_s
         if wait_s > left_s:
             message = f"the call has {turn.deadline_s - now_s:.3g} s left; the forecast is {wait_s - left_s:.3g} s more"
             retry_after_s = self._appointment(turn, wait_s - left_s, now_s) if left_s > 0 else 0.0
             return Shed(Reason.DEADLINE, message, retry_after_s)
-        allowed_s = max(self.bounds.window_s, MARGIN * spare_s)
+        allowed_s = max(self._lanes.window_s, MARGIN * spare_s)
         if wait_s > allowed_s:
             message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
             return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))
@@ -369,7 +373,7 @@ class Admission:
         """Whether a lane and a seat are there."""
         if not self._is_ready:
             return now_s - self._ready_s > HOLD_S
-        if self._lanes.free_s > now_s + self.bounds.window_s:
+        if self._lanes.open_s > now_s:
             return False
         return self._seats_for(turn.class_tpot_s).num_free >= 1  # of n answers the others may wait for theirs
 
@@ -406,7 +410,7 @@ class Admission:
     def slack(self, slo_class: str, tpot_s: float, num_shed: int, now_s: float) -> Slack:
         """What the others leave to `slo_class`, under the TPOT target `tpot_s`."""
         num_waiting = sum(turn.slo_class != slo_class for turn in self.queue.calls) if self.queue else 0
-        has_lane = self._is_ready and self._lanes.free_s <= now_s + self.bounds.window_s
+        has_lane = self._is_ready and self._lanes.open_s <= now_s
         num_free = self._seats_for(tpot_s).num_free if self._is_ready else 0
         num_free = min(num_free, self.bounds.max_inflight - self.num_seqs)
         return Slack(num_waiting, num_shed, has_lane, num_free, self._num_decoding)

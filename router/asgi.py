@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import orjson
 from starlette.types import Receive, Scope
 
+from baton import clock
 from baton.errors import BatonError, InvalidRequest
 from router.http_protocol import Exchange
 from router.labels import EXPLAIN, REQUEST_ID
@@ -122,7 +123,7 @@ def error_body(error: BatonError) -> dict[str, object]:
 
 
 def send_error(exchange: Exchange, error: BatonError, request_id: str) -> None:
-    fields = b"retry-after: %d\r\n" % math.ceil(error.retry_after_s) if error.retry_after_s else b""
+    fields = b"retry-after: %d\r\n" % math.ceil(clock.real_s(error.retry_after_s)) if error.retry_after_s else b""
     send_json(exchange, error.http_status, error_body(error), request_id_field(request_id) + fields)
 
 

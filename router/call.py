@@ -16,11 +16,11 @@ import asyncio
 import functools
 import math
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
 from baton.ids import seq_counter
@@ -156,7 +156,7 @@ class Call:
     async def __aiter__(self) -> AsyncIterator[CallEvent]:
         loop = asyncio.get_running_loop()
         self._reader = asyncio.current_task()
-        self._patience = loop.call_later(self.deadline_s + SLACK_S - time.monotonic(), self.lose_patience)
+        self._patience = loop.call_later(self.deadline_s + SLACK_S - clock.now_s(), self.lose_patience)
         self._telling = asyncio.create_task(self._tell_outbox(), name=self.request_id)
         while True:
             for event in await self._outbox.take():
@@ -247,14 +247,14 @@ class Calls:
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._slo_watch = slo_watch
-        self.goodput = Goodput(time.monotonic())
-        metrics.registry.add(GoodputGauges(self.goodput, time.monotonic))
+        self.goodput = Goodput(clock.now_s())
+        metrics.registry.add(GoodputGauges(self.goodput, clock.now_s))
         self._ledger = Ledger(slo_watch, metrics, self.goodput)
         self.costs = Costs(config.cost, fleet, metrics.registry, metrics.admission)
         self._turns = Turns(config, fleet, metrics.admission)
         self.keys = KeyFile(config.api_keys_file)
         budget = RetryBudget(config.max_inflight)
-        self._sequences = Sequences(fleet, seq_counter(router_epoch), budget, config.max_retries)
+        self._sequences = Sequences(fleet, seq_counter(router_epoch), budget, config.max_retries, limits.vocab_size)
         self.resumable = ResumableCalls(fleet)
         self._running: set[Call] = set()
         self._stopping = False
@@ -390,7 +390,7 @@ class Calls:
             self._num_inflight -= 1
             if not self._num_inflight:
                 self._idle.set()
-            self._count(spec, slo, call, outcome, time.monotonic() - arrival_s)
+            self._count(spec, slo, call, outcome, clock.now_s() - arrival_s)
 
     def _count(self, spec: CallSpec, slo: SLO | None, call: Call | None, outcome: str, call_s: float) -> None:
         if call is None or slo is None:

@@ -1,7 +1,8 @@
 """What the fleet can take on now, as admission sees it: lanes that prefill and seats that decode. Pure.
 
 A lane is a prefill worker and the moment at which the work it has is done: prompts are computed one after the other at its
-measured rate, so what counts is when it is free, not how much waits. A seat is one more sequence on a decode worker: as many
+measured rate, so what counts is when it is free, not how much waits. It is open for more its window before that
+(router/lane_window.py). A seat is one more sequence on a decode worker: as many
 as its step time allows under the TPOT target, as its KV blocks hold and as it says it takes.
 
 Both are made of WorkerLoads, which lag by a heartbeat at worst; calls released since are added as they go.
@@ -35,32 +36,43 @@ class WorkerLoad:
     used_tokens: int  # reported: active and reserved blocks
     step_s_per_seq: float = 0.0  # what one more sequence adds
     step_s_per_token: float = 0.0  # what its KV adds
+    grant_s: float = 0.0  # that its prompts wait for room elsewhere, at most
 
 
 # -- prefill -----------------------------------------------------------------------------------------------------------
 
 
 class Lanes:
-    """Prefill workers by the moment they are free. Instants are the caller's clock."""
+    """Prefill workers by the moment they are open for more. Instants are the caller's clock."""
 
-    def __init__(self, lanes: Iterable[tuple[float, float]] = ()) -> None:
-        """`lanes`: (free at, tokens per second) of each worker."""
-        self._heap = list(lanes)
+    def __init__(self, lanes: Iterable[tuple[float, float, float]] = ()) -> None:
+        """`lanes`: (free at, tokens per second, window) of each worker."""
+        self._heap = [(free_s - window_s, rate, window_s) for free_s, rate, window_s in lanes]
         heapq.heapify(self._heap)
-        self.tokens_per_s = sum(rate for _, rate in self._heap)
+        self.tokens_per_s = sum(rate for _, rate, _ in self._heap)
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
-    def free_s(self) -> float:
-        """When the first one is free. There is at least one."""
+    def open_s(self) -> float:
+        """When the first one takes more. There is at least one."""
         return self._heap[0][0]
 
+    @property
+    def window_s(self) -> float:
+        """Of that one: the work that it has then."""
+        return self._heap[0][2]
+
+    @property
+    def free_s(self) -> float:
+        """When that one has none left."""
+        return self.open_s + self.window_s
+
     def add(self, tokens: float, now_s: float) -> None:
-        """Give the first free lane a prompt."""
-        free_s, rate = self._heap[0]
-        heapq.heapreplace(self._heap, (max(free_s, now_s) + tokens / rate, rate))
+        """Give the first open lane a prompt."""
+        rate, window_s = self._heap[0][1:]
+        heapq.heapreplace(self._heap, (max(self.free_s, now_s) + tokens / rate - window_s, rate, window_s))
 
     def own_s(self, tokens: float) -> float:
         """How long a prompt takes on an average lane."""
@@ -70,7 +82,7 @@ class Lanes:
         """When a prompt starts that has this much before it in the queue."""
         if not tokens_ahead or math.isinf(self.tokens_per_s):
             return max(now_s, self.free_s)
-        work = sum(max(0.0, free_s - now_s) * rate for free_s, rate in self._heap)
+        work = sum(max(0.0, open_s + window_s - now_s) * rate for open_s, rate, window_s in self._heap)
         return max(self.free_s, now_s + (work + tokens_ahead) / self.tokens_per_s)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -19,6 +18,7 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from baton import clock
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
@@ -154,7 +154,7 @@ class ControlClient:
 
     async def _current(self) -> tuple[control_pb2.RouterReport, float]:
         """The report, made in slices between which streams get their tokens, and what it took, in seconds."""
-        goodput, now_s = self._calls.goodput, time.monotonic()
+        goodput, now_s = self._calls.goodput, clock.now_s()
         views, views_s = await _in_slices(self._fleet.endpoints, _view)
         classes, classes_s = await _in_slices(goodput.class_windows(now_s), class_pb)
         workers, workers_s = await _in_slices(goodput.worker_windows(now_s), worker_pb)
@@ -182,9 +182,9 @@ async def _in_slices(items: Iterable[Item], told: Callable[[Item], Told]) -> tup
     """All of them told, and the seconds that took; other tasks run between slices."""
     rest, result, cost_s = iter(items), list[Told](), 0.0
     while True:
-        began_s = time.monotonic()
+        began_s = clock.now_s()
         part = [told(item) for item in islice(rest, ITEMS_PER_SLICE)]
-        cost_s += time.monotonic() - began_s
+        cost_s += clock.now_s() - began_s
         result += part
         if len(part) < ITEMS_PER_SLICE:
             return result, cost_s

@@ -40,7 +40,7 @@ class Costs:
     def __init__(self, config: CostConfig, fleet: Fleet, registry: Registry, names: AdmissionMetrics) -> None:
         """`names`: bounds the number of tenants told apart."""
         self._config = config
-        self._gpus = config.gpus_per_worker / config.time_scale  # GPU seconds in a second of a worker
+        self._gpus = config.gpus_per_worker  # GPU seconds in a second of a worker
         self._fleet = fleet
         self._names = names
         self._lives: dict[str, _Life] = {}  # by worker

@@ -75,7 +75,7 @@ class AdoptionIsLate:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """A worker flagged a token as the last of a cancelled sequence."""
+    """A worker flagged a token as the last of a cancelled sequence, or said one that there is not."""
 
     worker: str
     error: BatonError

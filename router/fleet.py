@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from baton import clock
 from baton.errors import Unavailable
 from baton.log import get_log
 from baton.request import Request, Role
@@ -30,7 +30,7 @@ from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoo
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 from router.session_cache import HashCache
-from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
+from router.worker_table import DEFAULT_CHUNK_TOKENS, LinkView, WorkerSnapshot, WorkerTable
 
 log = get_log("router.fleet")
 
@@ -106,6 +106,7 @@ class Endpoint:
         self._left = False  # the fleet; the row is another worker's, or nobody's
         self._sampled = (0, 0)  # steps and prompt tokens of the worker's life at the last sample
         self._num_steps_learned = 0  # of the step model
+        self._chunk_tokens = DEFAULT_CHUNK_TOKENS
 
     @property
     def worker_id(self) -> str:
@@ -129,7 +130,7 @@ class Endpoint:
             return self.told_away
         if state != "ready":
             return state
-        return "ready" if self.health.takes_calls(self.num_inflight, time.monotonic()) else "ejected"
+        return "ready" if self.health.takes_calls(self.num_inflight, clock.now_s()) else "ejected"
 
     @property
     def num_inflight(self) -> int:
@@ -194,6 +195,7 @@ class Endpoint:
                 self._num_steps_learned = load.num_steps
                 peers.steps.observe(load.num_running, used_tokens, step_s)
             self._idle_step_s = max(0.0, step_s - peers.steps.grow_s(load.num_running, used_tokens))
+        self._chunk_tokens = load.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self.ledger.report(load.waiting_tokens, used_tokens, load.num_running)
 
     def _touch(self) -> None:
@@ -213,10 +215,15 @@ class Endpoint:
         table.step_s_per_token[row] = steps.per_token_s
         table.prefill_tokens_per_s[row] = self._peers.speed.of(self.rates)
         table.kv_bytes_per_s[row] = self.rates.kv_bytes_per_s
+        table.chunk_tokens[row] = self._chunk_tokens
 
     def observe_pull(self, stats: worker_pb2.SeqStats, asked_bytes: int) -> None:
         """Learn from what a pull that this worker was told to make has come to."""
         self.rates.observe_pull(stats, asked_bytes)
+
+    def observe_grant(self, stats: worker_pb2.SeqStats) -> None:
+        """Learn from how long a prompt that it computed waited for room on a decode worker, if it asked for any."""
+        self.rates.grants.observe(1e-3 * stats.reserve_wait_ms)
 
     def remember(self) -> None:
         """Keep what the worker says of itself for the time when it says nothing."""
@@ -339,7 +346,7 @@ class Fleet:
         for worker_id, endpoint in list(self._endpoints.items()):
             record = wanted.get(worker_id)
             if record is None or record.address != endpoint.session.address:
-                endpoint.leave(time.monotonic())
+                endpoint.leave(clock.now_s())
                 self._close(worker_id)
         for worker_id, record in wanted.items():
             if worker_id not in self._endpoints:
@@ -397,7 +404,7 @@ class Fleet:
 
     def on_change(self, endpoint: Endpoint) -> None:
         """A Session came, went, or said something new of its worker's state or links."""
-        endpoint.tell_health(time.monotonic())
+        endpoint.tell_health(clock.now_s())
         if endpoint.session.view is not None:
             endpoint.remember()
         endpoint.refresh()
@@ -417,18 +424,18 @@ class Fleet:
         """Introduce workers to each other, judge them and wake whoever waits for a place; soon, and not for each of many."""
         self._limits = self._roots = None
         if self._settling is None:
-            wait_s = self._next_settle_s - time.monotonic()
+            wait_s = self._next_settle_s - clock.now_s()
             if wait_s > 0:
                 self._settling = asyncio.get_running_loop().call_later(wait_s, self._settle_now)
             else:
                 self._settle_now()
 
     def _settle_now(self) -> None:
-        self._settling, began_s = None, time.monotonic()
+        self._settling, began_s = None, clock.now_s()
         self._introduce()
         self._judge()
         self._pace_heartbeats()
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self._next_settle_s = now_s + max(SETTLE_S, (now_s - began_s) / SETTLE_SHARE)
 
     def _introduce(self) -> None:
@@ -583,7 +590,7 @@ class Fleet:
         found = choose(outlook, local_prefill_tokens=local_tokens, avoid=avoid, prefer=prefer)
         made = plan(found, outlook) if isinstance(found, Choice) else None
         told = None
-        if demand.explain or (demand.request_id and self.explanations.has_room(time.monotonic())):
+        if demand.explain or (demand.request_id and self.explanations.has_room(clock.now_s())):
             told = explain(outlook, found, made, Rules(local_tokens, avoid, prefer))
             self.explanations.add(told)
         if isinstance(found, NoPlace):
@@ -648,7 +655,7 @@ class Fleet:
 
     async def _wait_for_change(self, reason: str, hopeless: bool, until_s: float) -> None:
         changed = self._changed
-        left_s = until_s - time.monotonic()
+        left_s = until_s - clock.now_s()
         if hopeless or left_s <= 0:
             raise Unavailable(reason, retry_after_s=RESTART_S)
         try:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import ConfigError
 from baton.ids import new_router_epoch
@@ -146,8 +146,8 @@ class FrontEnd:
         """Tell gRPC health what /readyz says, and let the fleet judge its workers."""
         while True:
             try:
-                self.fleet.tick(time.monotonic())
-                self.calls.costs.look(time.monotonic())
+                self.fleet.tick(clock.now_s())
+                self.calls.costs.look(clock.now_s())
                 await self._grpc.set_ready(not self.calls.unready_reason())
             except Exception:  # the loop of a task that nobody awaits: one bad look must not end all later ones
                 log.exception("readiness_failed")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -22,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
@@ -35,6 +35,7 @@ from router.gather import Gatherer
 from router.grpc_calls import CallMessage, open_call
 from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
 from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk
+from router.grpc_tls import server_credentials
 from router.labels import EXPLAIN
 from router.tenants import Tenant
 from router.validate import MAX_TIMEOUT_S
@@ -218,7 +219,7 @@ class GrpcServer:
 
     def __init__(self, config: RouterConfig, api: ServingApi) -> None:
         """Raises: ConfigError, when the port is taken, or a certificate cannot be used."""
-        credentials = _credentials(config)
+        credentials = server_credentials(config)
         self._leaving: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=(
@@ -234,7 +235,7 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),  # half: clocks differ
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_connection_age_ms", int(config.max_connection_age_s * 1e3)),
+                ("grpc.max_connection_age_ms", int(clock.real_s(config.max_connection_age_s) * 1e3)),
                 ("grpc.max_connection_age_grace_ms", int(MAX_TIMEOUT_S * 1e3)),  # no call may be cut by it
             )
         )
@@ -306,35 +307,9 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
-    """Raises: ConfigError."""
-    if not config.grpc_certificate_file:
-        if config.grpc_key_file or config.grpc_client_ca_file:
-            raise ConfigError("TLS needs grpc_certificate_file", field="grpc_certificate_file")
-        return None
-    key, chain = (
-        _pem(config.grpc_key_file, "grpc_key_file"),
-        _pem(config.grpc_certificate_file, "grpc_certificate_file"),
-    )
-    client_ca = _pem(config.grpc_client_ca_file, "grpc_client_ca_file") if config.grpc_client_ca_file else None
-    return grpc.ssl_server_credentials(
-        [(key, chain)], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )  # fmt: skip
-
-
-def _pem(path: str, field: str) -> bytes:
-    try:
-        pem = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{field} {path!r} cannot be read ({error.strerror})", field=field) from None
-    if b"-----BEGIN " not in pem:
-        raise ConfigError(f"{field} {path!r} is not PEM", field=field)
-    return pem
-
-
 def _time_left_s(context: Context) -> float | None:
     left_s: float | None = context.time_remaining()
-    return None if left_s is None else min(max(left_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+    return None if left_s is None else min(max(clock.here_s(left_s), MIN_TIMEOUT_S), MAX_TIMEOUT_S)
 
 
 def _metadata(context: Context) -> Mapping[str, str]:

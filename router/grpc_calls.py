@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from baton import clock
 from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from router.call import Call, Calls
 from router.grpc_messages import check_flush, to_received, to_spec
 from router.resume import take_up
+from router.validate import check_token_ids
 
 CallMessage = serving_pb2.GenerateRequest | serving_pb2.ResumeRequest
 
@@ -21,15 +22,18 @@ async def open_call(
     calls: Calls, message: CallMessage, metadata: Mapping[str, str], timeout_s: float | None, max_bytes: int
 ) -> AsyncIterator[Call]:
     """Raises: BatonError, as Calls.open."""
-    arrival_s = time.monotonic()
+    arrival_s = clock.now_s()
     try:
         tenant = calls.tenant(metadata)
         check_flush(message.max_flush_ms)
         if isinstance(message, serving_pb2.GenerateRequest):
             spec, resumed = replace(to_spec(message, metadata, timeout_s, max_bytes), tenant=tenant), None
         else:
+            received = to_received(message)
+            for token_ids in received:  # first: to look for the call ends it wherever it runs
+                check_token_ids("received", token_ids, calls.limits.vocab_size)
             found = await calls.resumable.find(tenant.name, message.request_id)
-            resumed = take_up(found, message.next_index, to_received(message))
+            resumed = take_up(found, message.next_index, received)
             left_s = min((t for t in (timeout_s, found.ttl_s) if t is not None), default=None)
             spec = replace(found.spec, tenant=tenant, labels=replace(found.spec.labels, timeout_s=left_s))
     except BatonError as error:

@@ -13,6 +13,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from baton import clock
 from baton.errors import BatonError
 from baton.v1 import rpc_status_pb2, serving_pb2
 
@@ -38,14 +39,14 @@ def error_detail(error: BatonError) -> serving_pb2.ErrorDetail:
         message=error.message,
         field=error.field,
         retryable=error.retryable,
-        retry_after_s=error.retry_after_s,
+        retry_after_s=clock.real_s(error.retry_after_s),
     )
 
 
 def trailing_metadata(error: BatonError) -> tuple[tuple[str, str | bytes], ...]:
     metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", _status(error).SerializeToString())]
     if error.retry_after_s:
-        metadata.append(("retry-after", str(math.ceil(error.retry_after_s))))
+        metadata.append(("retry-after", str(math.ceil(clock.real_s(error.retry_after_s)))))
     return tuple(metadata)
 
 
@@ -56,7 +57,8 @@ def _status(error: BatonError) -> rpc_status_pb2.RpcStatus:
         violation = rpc_status_pb2.RpcBadRequest.FieldViolation(field=error.field, description=status_message(error))
         details.append(_packed("BadRequest", rpc_status_pb2.RpcBadRequest(field_violations=[violation])))
     if error.retry_after_s:
-        delay = Duration(nanos=round(error.retry_after_s % 1 * 1e9), seconds=int(error.retry_after_s))
+        pause_s = clock.real_s(error.retry_after_s)
+        delay = Duration(nanos=round(pause_s % 1 * 1e9), seconds=int(pause_s))
         details.append(_packed("RetryInfo", rpc_status_pb2.RpcRetryInfo(retry_delay=delay)))
     return rpc_status_pb2.RpcStatus(code=status_code(error).value[0], message=status_message(error), details=details)
 

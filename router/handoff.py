@@ -18,9 +18,9 @@ straight-line code. Event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import NoReturn
 
+from baton import clock
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -75,6 +75,7 @@ class Attempt:
         sink: TokenSink,
         report: SequenceReport,
         deadline_s: float,
+        vocab_size: int,
     ) -> None:
         self._request = request
         self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
@@ -85,6 +86,7 @@ class Attempt:
         self._sink = sink
         self._report = report
         self._deadline_s = deadline_s
+        self._vocab_size = vocab_size
         self._inbox = Inbox()
         self._merge = TokenMerge(request.num_output_tokens)
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
@@ -136,7 +138,7 @@ class Attempt:
             session.attach(seq, self)
         if self._prefill.session.view is not None:
             self.fingerprint = report.fingerprint = self._prefill.session.view.opened.fingerprint
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         deadline = loop.call_later(max(0.0, self._deadline_s - now_s), self.put, TimeIsUp())
         self._submitted_s, self._queued_tokens = now_s, self._prefill.ledger.waiting_tokens
         if not report.num_tokens:
@@ -215,6 +217,12 @@ class Attempt:
         report, merge = self._report, self._merge
         if report.finish:
             return
+        if token_id >= self._vocab_size or (
+            logprobs is not None and max(logprobs.top_ids, default=0) >= self._vocab_size
+        ):
+            said = f"worker {worker} said a token beyond the vocabulary, [0, {self._vocab_size - 1}]"
+            self._inbox.put(GaveUp(worker, Internal(said)))
+            return
         try:
             if index == merge.next_index and not finish and not merge.early:  # nearly every token of a stream
                 merge.next_index = index + 1
@@ -265,7 +273,7 @@ class Attempt:
     def _finish(self, finish: FinishReason) -> None:
         """The answer is whole: by the engine's rules, or (NONE) by a stop string, after which the workers need not go on."""
         self._report.finish = finish or FinishReason.STOP
-        (self._decode if self._num_new > 1 else self._prefill).health.succeeded(time.monotonic())
+        (self._decode if self._num_new > 1 else self._prefill).health.succeeded(clock.now_s())
         if finish is FinishReason.NONE:
             self._cancel_open()
         if not self._stats_in:
@@ -310,7 +318,7 @@ class Attempt:
         elif event.outcome == worker_pb2.OUTCOME_CANCELLED and not self._whole:
             self._on_lost(event.worker, Unavailable(f"worker {event.worker} gave the sequence up"), adopted=True)
         elif event.outcome == worker_pb2.OUTCOME_HANDED_OFF:
-            self._prefill.health.succeeded(time.monotonic())
+            self._prefill.health.succeeded(clock.now_s())
             if event.reroute != self._num_reroutes:  # to one whom we had left when it said so
                 raise WorkerLost("the KV went to a decode worker that was lost meanwhile")
         elif event.outcome == worker_pb2.OUTCOME_FINISHED:
@@ -325,6 +333,7 @@ class Attempt:
             self._report.stats = event.stats
         if self._plan.pull is not None:
             self._prefill.observe_pull(event.stats, self._plan.pull.nbytes)
+        self._prefill.observe_grant(event.stats)
         self._report.handed_off = event.outcome == worker_pb2.OUTCOME_HANDED_OFF
         self._release_prefill()
 
@@ -413,7 +422,7 @@ class Attempt:
 
     def _blame(self, worker: str, error: BatonError) -> None:
         """Note a failure of a worker, or of its dealings with the other one; the loss of a Session is noted where it is lost."""
-        now_s, first, second = time.monotonic(), self._prefill, self._decode
+        now_s, first, second = clock.now_s(), self._prefill, self._decode
         if self._local or isinstance(error, Internal):
             self._endpoint(worker).health.failed(error, now_s)
             return

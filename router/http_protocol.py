@@ -15,7 +15,6 @@ writes nothing more. Event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,8 @@ from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
+
+from baton import clock
 
 EXTENSION = "baton.exchange"
 
@@ -52,11 +53,11 @@ class Intake:
         """Let `protocol` parse what it holds when its turn comes."""
         if not self._waiting:
             self._loop.call_soon(self._take)
-            self._took_s = time.monotonic()
+            self._took_s = clock.now_s()
         self._waiting.append(protocol)
 
     def _take(self) -> None:
-        last_s, self._took_s = self._took_s, time.monotonic()
+        last_s, self._took_s = self._took_s, clock.now_s()
         turn_s = self._took_s - last_s
         if turn_s < TURN_S:
             self._num_reads = min(MAX_READS_PER_TURN, self._num_reads + 1)
@@ -316,7 +317,7 @@ class FrontDoorProtocol(HttpToolsProtocol):
         """Only takes note, but of a body, which begins no request. What comes while the first part still waits stops the
         reading, so that two parts at most wait."""
         if not self._unparsed:
-            self._arrived_s = time.monotonic()
+            self._arrived_s = clock.now_s()
             if self._exchange is not None and not self._exchange.body_waits:
                 self._part_bytes = len(data)
                 self._feed(data)

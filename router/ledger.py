@@ -6,10 +6,10 @@ Every call comes here exactly once, also one that was refused or cancelled; a ne
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton import clock
 from baton.errors import InvalidRequest
 from baton.log import get_log
 from baton.slo import SLO, Verdict
@@ -40,18 +40,18 @@ class Ledger:
 
     def arrived(self, slo: SLO) -> None:
         """A new call of a known class, whatever becomes of it."""
-        self._goodput.arrived(slo.name, time.monotonic())
+        self._goodput.arrived(slo.name, clock.now_s())
 
     def read(self, call: Call, slo: SLO, cached_tokens: int) -> None:
         """Its prompt is tokenised; `cached_tokens` of it are known to some worker."""
-        self._goodput.read(slo.name, call.prompt_tokens, cached_tokens, len(call.reports), time.monotonic())
+        self._goodput.read(slo.name, call.prompt_tokens, cached_tokens, len(call.reports), clock.now_s())
 
     def refused(self, api: str, outcome: str, slo: SLO | None) -> None:
         """A call that did not come to be; `slo` unless it could not even be parsed."""
         self._metrics.count_outcome(api, outcome)
         if slo is not None and outcome not in _CALLERS_OWN:
             self._judge(slo.name, Verdict.FAILED)
-            self._goodput.refused(slo.name, time.monotonic())
+            self._goodput.refused(slo.name, clock.now_s())
         log.info("call_refused", api=api, outcome=outcome)
 
     def ended(self, call: Call, slo: SLO, outcome: str, call_s: float) -> None:
@@ -66,7 +66,7 @@ class Ledger:
         verdict = _verdict(slo, timings, pace, call_s, outcome)
         if verdict is not None:
             self._judge(slo.name, verdict)
-            self._goodput.ended(_served(call, slo, verdict, timings, pace, split), time.monotonic())
+            self._goodput.ended(_served(call, slo, verdict, timings, pace, split), clock.now_s())
         first, num_retries = call.reports[0], sum(report.num_retries for report in call.reports)
         self._metrics.observe(
             CallRecord(

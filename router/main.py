@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from baton import grpc_wakeups
+from baton import clock, grpc_wakeups
 from baton.config import RouterConfig
 from baton.config_load import from_json
 from baton.errors import BatonError
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(options)
         configure("router", config.log_level)
         _open_files()
-        uvloop.run(_serve(config, [address for address in options.workers.split(",") if address]))
+        clock.slow_down(config.time_scale)
+        workers = [address for address in options.workers.split(",") if address]
+        clock.run(_serve(config, workers), uvloop.new_event_loop)
     except (BatonError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 1

@@ -8,10 +8,10 @@ sequence, and the budget of the whole router (router/retry_budget.py). Event loo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from baton import clock
 from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, Unavailable
 from baton.log import get_log
 from baton.request import Request
@@ -34,12 +34,15 @@ MOVABLE = (Unavailable, Internal, Overloaded)
 class Sequences:
     """Serves sequences on the fleet, each as often anew as it takes and the budget allows."""
 
-    def __init__(self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int) -> None:
+    def __init__(
+        self, fleet: Fleet, seqs: Iterator[int], budget: RetryBudget, max_retries: int, vocab_size: int
+    ) -> None:
         """`max_retries`: of one sequence, in a row without a new token; 0 = a broken one is never moved."""
         self._fleet = fleet
         self._seqs = seqs
         self._budget = budget
         self._max_retries = max_retries
+        self._vocab_size = vocab_size
 
     async def serve(self, job: SequenceJob, sink: TokenSink, report: SequenceReport) -> None:
         """Run one sequence to its end; tokens go to `sink`, everything else is in `report`.
@@ -52,7 +55,7 @@ class Sequences:
         failed, num_failed, fingerprint = dict[str, int](), 0, job.fingerprint
         while True:
             num_before = report.num_tokens
-            until_s = min(job.deadline_s, time.monotonic() + job.unavailable_wait_s)
+            until_s = min(job.deadline_s, clock.now_s() + job.unavailable_wait_s)
             attempt = await self._attempt(job, sink, report, self._to_avoid(failed), fingerprint, until_s)
             try:
                 await attempt.run()
@@ -63,7 +66,7 @@ class Sequences:
                 failed[attempt.blamed] = attempt.epochs[attempt.blamed]
                 if num_failed > self._max_retries or not self._may_move(attempt, self._to_avoid(failed), report, error):
                     raise
-                if not self._budget.take(time.monotonic()):
+                if not self._budget.take(clock.now_s()):
                     message = f"{error.message}; too many sequences are being started again to try this one"
                     raise Unavailable(message, retry_after_s=REFILL_S) from error
                 log.warning(
@@ -78,7 +81,7 @@ class Sequences:
                 fingerprint = fingerprint or attempt.fingerprint
             if report.num_tokens == num_before:  # else a stream ran, which is to pause as little as can be
                 pause_s = FIRST_BACKOFF_S * 2 ** (num_failed - 1)
-                await asyncio.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
+                await asyncio.sleep(min(pause_s, max(0.0, until_s - clock.now_s())))
 
     async def _attempt(
         self,
@@ -102,16 +105,16 @@ class Sequences:
             ttft_ms=job.ttft_ms,
             tpot_ms=job.tpot_ms,
             itl_p99_ms=job.itl_p99_ms,
-            deadline_s=max(0.0, job.deadline_s - time.monotonic()),
+            deadline_s=max(0.0, job.deadline_s - clock.now_s()),
         )
         try:
             placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
         except Unavailable as error:
-            if time.monotonic() < job.deadline_s:
+            if clock.now_s() < job.deadline_s:
                 raise
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         request = replace(request, seq=next(self._seqs))
-        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s)
+        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s, self._vocab_size)
 
     def _to_avoid(self, failed: Mapping[str, int]) -> frozenset[str]:
         """Of workers that failed, by the epoch in which they did: those that were not born again since."""

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import BatonError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
@@ -207,7 +208,7 @@ class GenerationApi:
         except BatonError as error:
             self._calls.refused(api, error)
             raise
-        async with self._calls.open(spec, time.monotonic()) as call:
+        async with self._calls.open(spec, clock.now_s()) as call:
             token_ids = bool(parsed.return_token_ids)
             return Answered(call.request_id, await self._whole(call, reply_kind, token_ids, on_first))
 
@@ -338,12 +339,12 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         """In slices, since a thousand workers have 20,000 lines and streams go on meanwhile."""
-        lines, until_s = [], time.monotonic() + SLICE_S
+        lines, until_s = [], clock.now_s() + SLICE_S
         for line in self._metrics.registry.lines():
             lines.append(line)
-            if len(lines) % LINES_PER_LOOK == 0 and time.monotonic() > until_s:
+            if len(lines) % LINES_PER_LOOK == 0 and clock.now_s() > until_s:
                 await asyncio.sleep(0)
-                until_s = time.monotonic() + SLICE_S
+                until_s = clock.now_s() + SLICE_S
         return Response("".join(lines), media_type=CONTENT_TYPE)
 
 

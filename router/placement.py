@@ -304,7 +304,7 @@ def _best_local(
     ttft_s[rows] = alone_s + busy * workers.step_s[rows]  # the step under way is waited for
     harmed = busy & (tpot_s + alone_s / SPREAD_TOKENS > HEADROOM * outlook.demand.tpot_target_s)
     if outlook.demand.itl_p99_ms:
-        held_s = np.minimum(forecasts.compute_s[rows], AUTO_LOCAL_TOKENS / workers.prefill_tokens_per_s[rows])
+        held_s = np.minimum(forecasts.compute_s[rows], workers.chunk_tokens[rows] / workers.prefill_tokens_per_s[rows])
         harmed |= busy & (workers.step_s[rows] + held_s > outlook.demand.itl_p99_ms / 1e3)
     ttft_s[rows[harmed]] = np.inf
     ttft_s[ttft_s >= limit_s] = np.inf

@@ -1,4 +1,5 @@
-"""How fast one worker computes prompts and takes KV in, learned from what it reports. Pure: instants never come in.
+"""How fast one worker computes prompts, takes KV in and is granted room, learned from what it reports. Pure: instants never
+come in.
 
 Computing: prompt tokens by busy second, where busy seconds are steps times their mean length (Load). Moving: bytes of a pull
 by the seconds in which they could move (SeqStats). A pull that was not made teaches nothing, so a rate that once was bad
@@ -8,9 +9,10 @@ would stay so for ever: each pull forgone moves it a little towards the default,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.v1 import worker_pb2
+from router.lane_window import GrantWait
 
 WEIGHT = 1 / 8  # of the newest sample: RFC 6298 (SRTT), as the workers' step_ms
 FORGO_WEIGHT = 1 / 64  # a pull is tried again after some dozens of forgone ones: its cost is then spread over them
@@ -60,6 +62,7 @@ class Rates:
     _num_tokens: int = 0  # computed by the time of the last sample
     _num_steps: int = 0
     has_computed: bool = False  # enough to tell its speed
+    grants: GrantWait = field(default_factory=GrantWait)  # on the decode workers that it hands over to
 
     def observe_load(self, load: worker_pb2.Load) -> bool:
         """Take a worker's totals; those of its whole life are the first sample. Returns whether they told anything."""

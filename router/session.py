@@ -17,12 +17,12 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
+from baton import clock
 from baton.errors import WorkerLost
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
@@ -78,6 +78,7 @@ class WorkerView:
 
     opened: worker_pb2.Opened
     load: worker_pb2.Load
+    load_s: float  # when that came, on the monotonic clock
     prefixes: WorkerPrefixes
     links: dict[str, worker_pb2.LinkStatus] = field(default_factory=dict)  # by peer worker_id
     kv: worker_pb2.KvStatus | None = None  # None before the first reply, or where nobody asks
@@ -191,11 +192,11 @@ class WorkerSession:
         async with self._identity.trust.channel(self.address, Part.WORKER, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             call = stub.Session(self._requests())
-            self._heard_s = time.monotonic()
+            self._heard_s = clock.now_s()
             beat = asyncio.create_task(self._beat(call.cancel), name=f"heartbeat {self.address}")
             try:
                 async for event in call:
-                    self._heard_s = time.monotonic()
+                    self._heard_s = clock.now_s()
                     self._dispatch(event)
                 raise SessionLost("the worker closed the Session")
             except asyncio.CancelledError:
@@ -227,17 +228,19 @@ class WorkerSession:
         missed = self._liveness.missed_heartbeats
         while True:
             pause_s = self._liveness.heartbeat_s if self._listeners else self.idle_heartbeat_s
-            if time.monotonic() - self._heard_s >= (missed * pause_s if self.view else CONNECT_S):
+            if clock.now_s() - self._heard_s >= (missed * pause_s if self.view else CONNECT_S):
                 cancel_call()
                 return
-            beat = worker_pb2.Heartbeat(sent_ns=time.monotonic_ns(), want_kv=self._want_kv, next_ms=int(1e3 * pause_s))
+            beat = worker_pb2.Heartbeat(
+                sent_ns=int(1e9 * clock.now_s()), want_kv=self._want_kv, next_ms=int(1e3 * pause_s)
+            )
             self._send(worker_pb2.SessionRequest(heartbeat=beat))
-            before_s = time.monotonic()
+            before_s = clock.now_s()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._busy.wait()
             self._busy.clear()
-            slept_s = time.monotonic() - before_s
+            slept_s = clock.now_s() - before_s
             if slept_s > 2 * pause_s:
                 self._heard_s += slept_s
 
@@ -267,7 +270,7 @@ class WorkerSession:
             listener.put(WorkerGone(self.worker_id, self.reason))
             return
         if not self._listeners and self.idle_heartbeat_s > self._liveness.heartbeat_s:
-            self._heard_s = time.monotonic()  # from now on silence counts
+            self._heard_s = clock.now_s()  # from now on silence counts
             self._busy.set()
         self._listeners[seq] = listener
 
@@ -381,7 +384,7 @@ class WorkerSession:
         self.worker_id = opened.worker_id
         root = PrefixRoot(opened.fingerprint, opened.kv_dtype, opened.block_size)
         _make_plain(opened.load)
-        self.view = WorkerView(opened, opened.load, self._follow(root, opened.num_blocks))
+        self.view = WorkerView(opened, opened.load, clock.now_s(), self._follow(root, opened.num_blocks))
         self._note_load(opened.load)
         log.info(
             "worker_ready",
@@ -401,7 +404,7 @@ class WorkerSession:
         if self.view is None:
             return
         _make_plain(load)
-        before, self.view.load = self.view.load, load
+        before, self.view.load, self.view.load_s = self.view.load, load, clock.now_s()
         changed = load.role != before.role or load.draining != before.draining or load.next_role != before.next_role
         self._note_load(load)
         if changed:
@@ -409,7 +412,7 @@ class WorkerSession:
 
     def _on_step(self, step: worker_pb2.Step) -> None:
         """The hot path: one message per engine step, one call per token."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         listeners, worker_id = self._listeners, self.worker_id
         logprobs = {entry.entry: _logprobs(entry) for entry in step.logprobs} if step.logprobs else NO_LOGPROBS
         rows = zip(step.seq[:], step.index[:], step.token[:], step.flags[:], strict=True)  # of lists: half the price

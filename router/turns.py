@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from baton import clock
 from baton.config import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Role
@@ -31,7 +32,7 @@ from router.quota import Quotas
 from router.sequence import SequenceReport
 from router.tenants import Tenant
 
-PUMP_S = 0.005  # half of the default window: a lane that nobody told us is free gets work before it runs dry
+PUMP_S = 0.005  # half of the least window: a lane that nobody told us is free gets work before it runs dry
 OBSERVE_S = 0.0025  # between looks at the fleet, at least: half of a pump
 OBSERVE_SHARE = 0.02  # of the loop's time for looking
 
@@ -104,7 +105,7 @@ class Turns:
                 max_inflight=config.max_inflight,
                 max_queued=config.max_queued,
                 max_queued_tokens=config.max_queued_tokens,
-                window_s=config.queue_window_s,
+                window_s=config.queue_window_s if config.queue_window_s >= 0 else None,
                 by_forecast=config.shed_by_forecast,
             )
         )
@@ -127,7 +128,7 @@ class Turns:
             )
             raise Overloaded(message, retry_after_s=MIN_RETRY_AFTER_S)
         try:
-            self.quotas.take(tenant, num_seqs, time.monotonic())
+            self.quotas.take(tenant, num_seqs, clock.now_s())
         except Overloaded as error:
             self._metrics.shed(slo_class, error.field)
             raise
@@ -142,7 +143,7 @@ class Turns:
     def arrive(self, place: Place, turn: Turn) -> None:
         """See `Place`."""
         self._enter(place)
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self._look(now_s)
         if shed := self.admission.arrive(turn, now_s):
             raise self._error(turn, shed)
@@ -158,7 +159,7 @@ class Turns:
         """See `Place`."""
         self._fresh.pop(id(turn), None)
         place.tell_worker()
-        self.admission.began(turn, time.monotonic())
+        self.admission.began(turn, clock.now_s())
         self._pump()
 
     def close(self, place: Place, tenant: Tenant, num_seqs: int) -> None:
@@ -171,7 +172,7 @@ class Turns:
         self._fresh.pop(id(turn), None)
         if place.waits is not None:
             place.waits.cancel()
-        now_s, num_output = time.monotonic(), place.num_output
+        now_s, num_output = clock.now_s(), place.num_output
         if turn.released_s is None:  # it waited in vain, and cost nothing
             self.quotas.spend(tenant, -turn.prompt_tokens, now_s)
         else:
@@ -188,11 +189,11 @@ class Turns:
     def oldest_s(self) -> float:
         """Age of the oldest call in the queue; 0 = none waits."""
         oldest_s = self.admission.queue.oldest_since_s()
-        return 0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s)
+        return 0.0 if oldest_s is None else max(0.0, clock.now_s() - oldest_s)
 
     def slack(self, slo_class: str, tpot_s: float) -> Slack:
         """What the other classes leave to this one, under the TPOT target `tpot_s`, now."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self._look(now_s)
         num_shed = self._num_shed.total() - self._num_shed[slo_class]
         return self.admission.slack(slo_class, tpot_s, num_shed, now_s)
@@ -203,7 +204,7 @@ class Turns:
         """Let in whose turn it is; nothing to do where nobody waits."""
         if not self.admission.has_news:
             return
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self._look(now_s)
         released, shed = self.admission.due(now_s)
         for turn in released:
@@ -229,7 +230,7 @@ class Turns:
             for place in self._places.values():
                 place.charge(self.admission)
         self.admission.observe(worker_loads(self._fleet), now_s)
-        cost_s = time.thread_time() - began_s
+        cost_s = clock.here_s(time.thread_time() - began_s)
         self._next_look_s = now_s + max(OBSERVE_S, cost_s / OBSERVE_SHARE)
 
     def _error(self, turn: Turn, shed: Shed) -> BatonError:
@@ -261,4 +262,5 @@ def worker_loads(fleet: Fleet) -> Iterable[WorkerLoad]:
             used_tokens=(load.active_blocks + load.reserved_blocks) * opened.block_size,
             step_s_per_seq=float(table.step_s_per_seq[row]),
             step_s_per_token=float(table.step_s_per_token[row]),
+            grant_s=endpoint.rates.grants.most_s if role is Role.PREFILL else 0.0,
         )

@@ -27,6 +27,7 @@ Mask = npt.NDArray[np.bool_]
 REFUSED, LOST, CONNECTING, READY = range(4)  # codes of a link's state; only the last two can be used
 LINK_STATES = ("refused", "lost", "connecting", "ready")
 MIN_ROWS = 16
+DEFAULT_CHUNK_TOKENS = 512  # engine.chunk_tokens, of a worker that does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class WorkerSnapshot:
     step_s_per_token: float = 0.0  # what its KV adds
     prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
     kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S  # of what it pulls
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # of a prompt in one step, at most
     fabric: str = ""  # of its network: workers of one fabric reach each other the fast way; "" = not said
     links: Mapping[str, LinkView] = field(default_factory=dict)  # by decode worker
     reason: str = ""  # why it is not ready
@@ -77,6 +79,7 @@ class WorkerSnapshot:
 NUMBERS = (
     "pool_tokens", "waiting_tokens", "used_tokens", "num_running", "last_chosen", "cached_tokens", "token_bytes",
     "step_s", "step_s_per_seq", "step_s_per_token", "prefill_tokens_per_s", "kv_bytes_per_s",
+    "chunk_tokens",
 )  # fmt: skip
 # Columns of names: equal numbers for equal names; 0 = no name.
 NAMES = ("fingerprint", "root", "fabric")
@@ -122,6 +125,7 @@ class WorkerTable:
     step_s_per_token: Floats
     prefill_tokens_per_s: Floats
     kv_bytes_per_s: Floats
+    chunk_tokens: Floats
     fingerprint: Floats
     root: Floats
     fabric: Floats

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import ray
 
+from baton import clock
 from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
@@ -43,6 +44,7 @@ class WorkerActor:
         config = from_json(WorkerConfig, config_json)
         if log_dir:
             _write_to(Path(log_dir, f"{config.worker_id}.log"))
+        clock.slow_down(config.emulation.time_scale)
         configure(config.worker_id, config.log_level)
         favour_the_loop()
         self._server = _make_server(server_name, config)

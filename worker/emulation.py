@@ -1,7 +1,6 @@
 """A worker on GPUs that are not here: its runner, its network card, its start and its deaths (docs/emulator.md).
 
-All times are of the scaled clock: `baton up` has multiplied the durations of the configuration already, and what is computed
-here is multiplied by `time_scale`. Called while the worker starts; deaths come from a thread of their own.
+Called while the worker starts; deaths come from a thread of their own.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import os
 import random
 import signal
 import threading
-import time
 from dataclasses import replace
 
+from baton import clock
 from baton.config import EmulationConfig, WorkerConfig
 from baton.log import get_log
 from baton.model_files import load_model_files
@@ -43,13 +42,12 @@ def load_emulated_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel
         model.step_time(),
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        time_scale=emulation.time_scale,
         pace=pace,
         allocate=allocate,
     )
-    time.sleep(emulation.start_s)
+    clock.sleep(emulation.start_s)
     if emulation.failure_mean_s:
-        _die_later(next_death_s(config.worker_id, emulation, time.monotonic()))
+        _die_later(next_death_s(config.worker_id, emulation, clock.now_s()))
     return LoadedModel(spec, runner, lambda: pace.p99_lateness)
 
 
@@ -77,6 +75,6 @@ def _die_later(death_s: float) -> None:
         log.warning("emulated_death")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    timer = threading.Timer(death_s - time.monotonic(), die)
+    timer = threading.Timer(clock.real_s(death_s - clock.now_s()), die)
     timer.daemon = True
     timer.start()

@@ -14,10 +14,10 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
+from baton import clock
 from baton.log import get_log
 from engine.ports import Engine, EngineLoad, StepResult
 
@@ -52,13 +52,13 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         on_result: Callable[[StepResult, EngineLoad], None],
         on_fatal: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self._engine = engine
         self._loop = loop
         self._on_result = on_result
         self._on_fatal = on_fatal
-        self._clock = clock
+        self._now_s = now_s
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -85,7 +85,7 @@ class EngineThread:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENGINE_NICENESS)  # on Linux, of this thread alone
         try:
             while self._wait_for_work():
-                result = self._engine.step(self._clock())
+                result = self._engine.step(self._now_s())
                 self._undelivered.acquire()
                 self._loop.call_soon_threadsafe(self._deliver, result, self._engine.load())
         except Exception as error:
@@ -103,7 +103,7 @@ class EngineThread:
                 self._inbox.clear()
                 if self._stopping:
                     return False
-            now_s = self._clock()
+            now_s = self._now_s()
             for command in commands:
                 command(self._engine, now_s)
             if self._engine.has_work():

@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from baton import clock
 from baton.config import WorkerConfig
 from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from baton.log import get_log
@@ -88,7 +88,7 @@ class EngineCommands:
         self._post(lambda engine, now_s: engine.adopt(seq, first_token, now_s))
 
     def drop(self, seq: int) -> None:
-        self._parked.ended(seq, time.monotonic())  # for tickets that were never adopted: no Ended tells of those
+        self._parked.ended(seq, clock.now_s())  # for tickets that were never adopted: no Ended tells of those
         self._post(lambda engine, _: engine.drop(seq))
 
     def pin(self, seq: int, hashes: Sequence[bytes]) -> None:
@@ -141,8 +141,8 @@ class WorkerHost:
         self._next_role: Role | None = None
         self._flips_at_s = 0.0  # at the earliest: from then on an emulated worker has its next role
         self.draining = False
-        self._busy_s = time.monotonic()  # when something was last open here, or routers were last told of a drain
-        self._engine_load = engine.load()
+        self._busy_s = clock.now_s()  # when something was last open here, or routers were last told of a drain
+        self._engine_load, self._engine_said_s = engine.load(), clock.now_s()
         self._most = self._engine_load.tuning
         self._cache_report = CacheReport()
         self._on_fatal = on_fatal
@@ -197,9 +197,9 @@ class WorkerHost:
     async def _tick(self) -> None:
         silence_limit_s = self._config.heartbeat_s * (self._config.missed_heartbeats + 1)
         while True:
-            before_s = time.monotonic()
+            before_s = clock.now_s()
             await asyncio.sleep(TICK_S)
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             if now_s - before_s < STALL_S:
                 self.sessions.check(now_s, silence_limit_s)
             else:
@@ -230,7 +230,7 @@ class WorkerHost:
         return self._engine_load.tuning.max_num_batched_tokens
 
     def now_s(self) -> float:
-        return time.monotonic()
+        return clock.now_s()
 
     def refusal(self, kind: Role) -> BatonError | None:
         if self.draining or self._next_role is not None:
@@ -423,7 +423,7 @@ class WorkerHost:
 
     def _on_result(self, result: StepResult, load: EngineLoad) -> None:
         with self._fatal_if_it_raises():
-            before, self._engine_load = self._engine_load, load
+            before, self._engine_load, self._engine_said_s = self._engine_load, load, self.now_s()
             if load.tuning != before.tuning:
                 log.info("tuned", **dataclasses.asdict(load.tuning))
                 self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
@@ -488,6 +488,10 @@ class WorkerHost:
 
     # --- gauges ---
 
+    def _engine_age_s(self) -> float:
+        """An engine that runs something speaks after each step: of one that stands still the last word grows old."""
+        return self.now_s() - self._engine_said_s if self._engine_load.num_running else 0.0
+
     def _transfer_failures(self) -> dict[str, int]:
         refused = sum(role.num_refused_commits for role in self._roles)
         return self._kv_failures.totals() | ({FailureReason.REFUSED_COMMIT: refused} if refused else {})
@@ -517,6 +521,11 @@ class WorkerHost:
             step_tokens=engine.step_tokens,
             context_tokens=engine.context_tokens,
             prompt_pairs=engine.prompt_pairs,
+            num_prompt_steps=engine.num_prompt_steps,
+            prompt_steps_busy_s=engine.prompt_steps_busy_s,
+            prompt_steps_tokens=engine.prompt_steps_tokens,
+            prompt_steps_context_tokens=engine.prompt_steps_context_tokens,
+            age_s=self._engine_age_s(),
             num_tickets=kv.num_incoming,
             num_leases=kv.num_outgoing,
             slots_in_use=kv.slots_in_use,

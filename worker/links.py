@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import secrets
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
+from baton import clock
 from baton.errors import BatonError, Internal, PeerRefused, Unavailable, WorkerLost
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
@@ -89,7 +89,7 @@ class PeerLink:
     peer_requires_rdma: bool = False
     path_ready: bool = False
     peer_ready: bool = False
-    last_heard_s: float = field(default_factory=time.monotonic)
+    last_heard_s: float = field(default_factory=clock.now_s)
     outbox: LinkOutbox = field(default_factory=LinkOutbox)
 
     def send(self, **message: object) -> None:
@@ -223,11 +223,11 @@ class Links(kv_pb2_grpc.KvLinkServicer):
         while (peer := self._wish(key)) is not None:
             link = self._link(key, peer, opener=True, nonce=secrets.randbits(63) or 1)
             self._links[key] = link
-            started_s = time.monotonic()
+            started_s = clock.now_s()
             await self._run_opener(link)
             if link.state is State.REFUSED:
                 return
-            if time.monotonic() - started_s > MAX_BACKOFF_S:
+            if clock.now_s() - started_s > MAX_BACKOFF_S:
                 backoff_s = FIRST_BACKOFF_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -307,16 +307,16 @@ class Links(kv_pb2_grpc.KvLinkServicer):
 
     async def _read(self, link: PeerLink, messages: AsyncIterator[kv_pb2.LinkMessage]) -> None:
         async for message in messages:
-            link.last_heard_s = time.monotonic()
+            link.last_heard_s = clock.now_s()
             if not self._on_message(link, message):
                 return
 
     async def _ping(self, link: PeerLink) -> None:
         """Ping until the peer is silent for too long; time in which our own loop stood still does not count."""
         while True:
-            before_s = time.monotonic()
+            before_s = clock.now_s()
             await asyncio.sleep(self._ping_s)
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             if now_s - before_s > 2 * self._ping_s:
                 link.last_heard_s += now_s - before_s
             if link.state is State.CONNECTING and now_s - link.last_heard_s > self._hello_timeout_s:
@@ -328,7 +328,7 @@ class Links(kv_pb2_grpc.KvLinkServicer):
                 )
                 return
             live = self._listener.live_tickets(link.key) if link.state is State.READY else []
-            link.send(ping=kv_pb2.LinkPing(sent_ns=time.monotonic_ns(), live=live))
+            link.send(ping=kv_pb2.LinkPing(sent_ns=int(1e9 * clock.now_s()), live=live))
 
     def _on_message(self, link: PeerLink, message: kv_pb2.LinkMessage) -> bool:
         """Handle one message; False ends the stream."""

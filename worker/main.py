@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+from baton import clock
 from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
@@ -28,6 +29,7 @@ def main(load: LoadModel = load_model) -> int:
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
     config = from_json(WorkerConfig, parser.parse_args().config.read_text())
+    clock.slow_down(config.emulation.time_scale)
     configure(config.worker_id, config.log_level)
     favour_the_loop()
     ended, hurry = threading.Event(), threading.Event()

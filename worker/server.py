@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from baton import grpc_wakeups
+from baton import clock, grpc_wakeups
 from baton.config import WorkerConfig
 from baton.errors import ConfigError
 from baton.ids import new_epoch
@@ -76,7 +76,7 @@ class WorkerServer:
         self.epoch = new_epoch()
         self.port = 0
         self.fingerprint = ""
-        self._loop = asyncio.new_event_loop()
+        self._loop = clock.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -93,7 +93,7 @@ class WorkerServer:
             ConfigError: the model, memory, port or transport is not to be had; the message says what to do.
         """
         self._thread.start()
-        patience_s = START_TIMEOUT_S + self._config.emulation.start_s
+        patience_s = START_TIMEOUT_S + clock.real_s(self._config.emulation.start_s)
         if not self._started.wait(patience_s):
             raise ConfigError(f"worker {self._config.worker_id} did not start within {patience_s:g} s")
         if self._start_error is not None:
@@ -111,7 +111,7 @@ class WorkerServer:
         except RuntimeError:  # the loop has ended by itself
             return True
         drained.add_done_callback(lambda _: hurry.set())
-        hurry.wait(grace_s)
+        hurry.wait(clock.real_s(grace_s))
         is_idle = drained.done()
         drained.cancel()
         log.info("worker_drained", worker=self._config.worker_id, is_idle=is_idle)

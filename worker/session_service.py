@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import grpc
 
+from baton import clock
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -67,7 +67,7 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
             async for request in requests:
                 if session.is_closed:  # what a router sent on a stream that it has replaced
                     return
-                session.last_heard_s = time.monotonic()
+                session.last_heard_s = clock.now_s()
                 self._host.on_session(session, request)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return

@@ -8,11 +8,11 @@ came on: when a router opens again, it has given its old calls up. Runs on the e
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from baton.request import SampledToken
@@ -29,7 +29,7 @@ class RouterSession:
     def __init__(self, router_id: str, router_epoch: int, *, max_bytes: int, max_age_s: float) -> None:
         self.router_id = router_id
         self.router_epoch = router_epoch
-        self.last_heard_s = time.monotonic()
+        self.last_heard_s = clock.now_s()
         self.extra_silence_s = 0.0  # beyond the usual limit, of a router that said it would send fewer heartbeats
         self.drop_reason = ""
         self._max_bytes = max_bytes
@@ -94,7 +94,7 @@ class RouterSession:
         if self.is_closed:
             return
         size = event.ByteSize()
-        self._outbox.append((time.monotonic(), size, event))
+        self._outbox.append((clock.now_s(), size, event))
         self.num_bytes += size
         self._wake.set()
         if self.num_bytes > self._max_bytes:
@@ -215,7 +215,7 @@ class Sessions:
             session.token(token)
 
     def ended(self, message: worker_pb2.Ended) -> None:
-        self._parked.ended(message.seq, time.monotonic())
+        self._parked.ended(message.seq, clock.now_s())
         if message.seq == self._muted_seq:
             return
         session = self._by_epoch.get(message.seq >> 32)

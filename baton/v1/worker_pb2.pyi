@@ -679,6 +679,11 @@ class Load(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     NEXT_ROLE_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_STEPS_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_BUSY_S_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     draining: _builtins.bool
     num_running: _builtins.int
@@ -733,6 +738,15 @@ class Load(_message.Message):
     """that it takes once it is idle; until then it is draining. Unspecified: it keeps its role"""
     idle: _builtins.bool
     """draining, nothing has been open for a heartbeat, and routers have read of every end:"""
+    num_prompt_steps: _builtins.int
+    """whoever ends this process now ends nobody's call
+    Of the steps that computed prompts, alone or beside decodes; the others decoded only.
+    """
+    prompt_steps_busy_s: _builtins.float
+    prompt_steps_tokens: _builtins.int
+    prompt_steps_context_tokens: _builtins.int
+    age_s: _builtins.float
+    """of what the engine says here, while it runs something; who runs nothing has nothing to say"""
     @_builtins.property
     def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """transfers that failed, by reason: kv_transfer/failure.py"""
@@ -779,10 +793,15 @@ class Load(_message.Message):
         chunk_tokens: _builtins.int = ...,
         next_role: Global___Role.ValueType = ...,
         idle: _builtins.bool = ...,
+        num_prompt_steps: _builtins.int = ...,
+        prompt_steps_busy_s: _builtins.float = ...,
+        prompt_steps_tokens: _builtins.int = ...,
+        prompt_steps_context_tokens: _builtins.int = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "idle", b"idle", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "next_role", b"next_role", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "p99_lateness", b"p99_lateness", "prompt_pairs", b"prompt_pairs", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "step_tokens", b"step_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "age_s", b"age_s", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "idle", b"idle", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_failures", b"kv_failures", "kv_frames_dropped", b"kv_frames_dropped", "kv_transfers_expired", b"kv_transfers_expired", "kv_transfers_failed", b"kv_transfers_failed", "link_outbox_bytes", b"link_outbox_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "next_role", b"next_role", "num_admitted", b"num_admitted", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_prompt_steps", b"num_prompt_steps", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "p99_lateness", b"p99_lateness", "prompt_pairs", b"prompt_pairs", "prompt_steps_busy_s", b"prompt_steps_busy_s", "prompt_steps_context_tokens", b"prompt_steps_context_tokens", "prompt_steps_tokens", b"prompt_steps_tokens", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "quarantined_slots", b"quarantined_slots", "reserved_blocks", b"reserved_blocks", "role", b"role", "session_outbox_bytes", b"session_outbox_bytes", "slots_in_use", b"slots_in_use", "step_ms", b"step_ms", "step_tokens", b"step_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

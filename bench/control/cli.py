@@ -7,18 +7,23 @@ done until then. A load whose trace is not there is left out, and said so. Impor
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
-from bench.control.contest import Contest, Row, Say
+from bench.child import ChildError
+from bench.control.book import Book, Settings
+from bench.control.contest import Contest
 from bench.control.dynamo import DynamoPlanner, PlannerFailed
+from bench.control.jobs import Jobs
 from bench.control.loads import Load, catalogue
-from bench.control.report import document, render
-from bench.control.rig import Costs
+from bench.control.report import render
 from bench.serve_cli import positive_float, positive_int
 from bench.traces import TraceError
 
@@ -49,27 +54,45 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--planner-python", metavar="PATH", help="an interpreter that has ai-dynamo, for its planner as a baseline"
     )
+    parser.add_argument(
+        "--jobs", type=positive_int, default=len(os.sched_getaffinity(0)), help="processes that simulate (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there, after each load")
+    parser.add_argument(
+        "--continue", dest="goes_on", action="store_true", help="take over the loads that the --json file has already"
+    )
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     seeds, length = (range(1), QUICK_LENGTH) if args.quick else (range(args.seeds), args.length)
-    planner: DynamoPlanner | None = None
     try:
         loads = chosen(args.loads or (QUICK if args.quick else None), length)
-        planner = DynamoPlanner(args.planner_python) if args.planner_python else None
-        rows, interrupted = _measure_all(loads, seeds, planner, args)
-    except (ConfigError, PlannerFailed, TraceError, OSError) as error:
+        settings = Settings(tuple(seeds), length, args.tune and not args.quick, _planner_version(args.planner_python))
+        book = Book(args.json, settings)
+        if args.goes_on:
+            if args.json is None:
+                raise ConfigError("--continue needs the --json file to go on with")
+            book.go_on()
+        is_whole = _measure(loads, book, settings, args)
+    except (ConfigError, PlannerFailed, TraceError, OSError, ChildError) as error:
         print(f"baton bench control: {error}", file=sys.stderr)
         return 2
+    if book.rows:
+        render(book.rows)
+    return 0 if is_whole else INTERRUPTED
+
+
+def _planner_version(python: str | None) -> str | None:
+    """Raises: PlannerFailed: it cannot run there."""
+    if python is None:
+        return None
+    planner = DynamoPlanner(python)
+    try:
+        return planner.version
     finally:
-        if planner is not None:
-            planner.close()
-    if rows:
-        render(rows)
-    return INTERRUPTED if interrupted else 0
+        planner.close()
 
 
 def chosen(names: str | None, length: float) -> list[Load]:
@@ -81,40 +104,86 @@ def chosen(names: str | None, length: float) -> list[Load]:
     return [loads[name] for name in wanted]
 
 
-def _measure_all(
-    loads: Sequence[Load], seeds: Sequence[int], planner: DynamoPlanner | None, args: argparse.Namespace
-) -> tuple[list[Row], bool]:
-    """Every load that can be, and whether the user stopped it."""
-    costs, rows = Costs(), []
-    for number, load in enumerate(loads, 1):
-        with told(f"{number}/{len(loads)} {load.name}", args.progress) as say:
-            try:
-                contest = Contest(load, costs, planner=planner, tunes=args.tune and not args.quick, say=say)
-                rows.append(contest.row(seeds))
-            except TraceError as error:
-                print(f"baton bench control: {load.name} is left out: {error}", file=sys.stderr)
-                continue
-            except KeyboardInterrupt:
-                print("baton bench control: interrupted; these loads were done until then", file=sys.stderr)
-                return rows, True
-        if args.json:
-            version = planner.version if planner is not None else None
-            args.json.write_text(document(rows, seeds, args.length, version))
-    return rows, False
+def _measure(loads: Sequence[Load], book: Book, settings: Settings, args: argparse.Namespace) -> bool:
+    """Every load that can be; False: the user stopped it."""
+    jobs = Jobs(args.jobs)
+    try:
+        with told(len(loads), args.progress) as progress:
+            asyncio.run(_measure_all(loads, book, settings, args, jobs, progress))
+        return True
+    except KeyboardInterrupt:
+        print("baton bench control: interrupted; these loads were done until then", file=sys.stderr)
+        return False
+    finally:
+        jobs.close()
+
+
+async def _measure_all(
+    loads: Sequence[Load], book: Book, settings: Settings, args: argparse.Namespace, jobs: Jobs, progress: Progress
+) -> None:
+    """So many loads at a time as there are processes: what one of them must wait for, others make use of."""
+    places = asyncio.Semaphore(args.jobs)
+
+    async def measure(load: Load) -> None:
+        async with places:
+            with _left_out_without_trace(load):
+                if not book.take_over(load):
+                    say = partial(progress.says, load.name)
+                    python, tunes = args.planner_python, settings.tunes
+                    contest = Contest(load, jobs.do, planner_python=python, tunes=tunes, say=say)
+                    book.add(await contest.row(settings.seeds))
+            progress.is_over(load.name)
+
+    await asyncio.gather(*map(measure, loads))
 
 
 @contextmanager
-def told(what: str, wanted: bool) -> Iterator[Say]:
+def _left_out_without_trace(load: Load) -> Iterator[None]:
+    try:
+        yield
+    except TraceError as error:
+        print(f"baton bench control: {load.name} is left out: {error}", file=sys.stderr)
+
+
+class Progress:
+    """Which loads are under way, and how far; one line."""
+
+    def __init__(self, num_loads: int, show: Callable[[str], None], over: Callable[[str], None]) -> None:
+        """`show`: what is under way, whenever it changes; `over`: each load that is done."""
+        self._num_loads = num_loads
+        self._num_over = 0
+        self._began_s = time.monotonic()
+        self._show = show
+        self._over = over
+        self._under_way: dict[str, str] = {}
+
+    def says(self, load: str, what: str) -> None:
+        self._under_way[load] = what
+        self._tell()
+
+    def is_over(self, load: str) -> None:
+        self._under_way.pop(load, None)
+        self._num_over += 1
+        self._over(
+            f"{self._num_over}/{self._num_loads} {load}: {time.monotonic() - self._began_s:.0f} s since the start"
+        )
+        self._tell()
+
+    def _tell(self) -> None:
+        here = "; ".join(f"{load}: {what}" for load, what in self._under_way.items())
+        self._show(f"{self._num_over}/{self._num_loads} loads done; {here}")
+
+
+@contextmanager
+def told(num_loads: int, wanted: bool) -> Iterator[Progress]:
     """Says on stderr what is being done: in one line on a terminal, else one line per load."""
     if not wanted:
-        yield lambda _step: None
+        yield Progress(num_loads, lambda _: None, lambda _: None)
         return
     if not sys.stderr.isatty():
-        began_s = time.monotonic()
-        yield lambda _step: None
-        print(f"{what}: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+        yield Progress(num_loads, lambda _: None, lambda line: print(line, file=sys.stderr))
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what) as status:
-        yield lambda step: status.update(f"{what}: {step}")
+    with Console(stderr=True).status("") as status:
+        yield Progress(num_loads, status.update, lambda _: None)

@@ -8,50 +8,34 @@
 Loss = GPU-hours + missed calls x MISS_FACTOR x a mean call's GPU-time: so a tenth of the calls missed costs as much as the work
 of all, and nobody wins by serving little. It is what the oracle minimises, what settings are chosen by and what `recovered`
 compares.
+
+Here is only who waits for whom; what runs (runs.py) runs in other processes, whatever is ready at once. Event loop only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
-from baton.slo import SLO
-from bench.control import oracle, trial
+from bench.control import runs, trial
 from bench.control.baselines import SCALE_ONLY_SETTINGS, ScaleOnly, Static
-from bench.control.dynamo import DYNAMO_SETTINGS, Dynamo, DynamoPlanner
-from bench.control.loads import Load, until
-from bench.control.model import Arrived, decode_met, prefill_met
-from bench.control.oracle import Plan, Prices, Schedule, Sizes
-from bench.control.rig import CHAT, TIMES, Costs
+from bench.control.dynamo import DYNAMO_SETTINGS, new_dynamo
+from bench.control.jobs import Do
+from bench.control.loads import Load
+from bench.control.oracle import Prices, Sizes
+from bench.control.rig import TIMES
+from bench.control.runs import NewScaler
 from bench.control.trial import Figures, Trial
 from router.controller.autoscaler.autoscaler import Autoscaler
-from router.controller.autoscaler.scaler import Scaler
 
-MISS_FACTOR = (
-    10.0  # in GPU-time of a mean call. Assumed: an operator gives up a tenth of a fleet for a hundredth of the calls
-)
-INTERVAL_S = 60.0  # of the oracle's plan: a start-up
-TUNING_SEED = 1_000
-TUNING_S = 1_800.0  # of a load, at most, on which settings are chosen
-HEADROOMS = (1.1, 1.25, 1.45)  # of the oracle's plans: fleets that are busy at 91, 80 and 69 %
-NUM_STATIC = 2  # of the layouts that the model likes best, beside the best with one prefill or decode worker more
-
-NewScaler = Callable[[], Scaler]
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """At its best setting."""
-
-    name: str
-    setting: str
-    new: NewScaler
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +59,7 @@ class Settling:
 @dataclass(frozen=True, slots=True)
 class Row:
     load: Load
+    played: str  # digest of the load: its calls, and what goes wrong
     ours: Result
     baselines: Mapping[str, Result]
     oracle: Result
@@ -94,147 +79,75 @@ class Row:
 class Contest:
     """Of one load."""
 
-    def __init__(self, load: Load, costs: Costs, *, planner: DynamoPlanner | None, tunes: bool, say: Say) -> None:
-        """`tunes` off: the static layout that the model likes best, and each baseline's first setting.
-
-        Raises:
-            TraceError: the load's trace is not there, or not as it should be.
-        """
+    def __init__(self, load: Load, do: Do, *, planner_python: str | None, tunes: bool, say: Say) -> None:
+        """`tunes` off: the static layout that the model likes best, and each baseline's first setting."""
         self._load = load
+        self._do = do
+        self._planner_python = planner_python
         self._tunes = tunes
-        self._costs = costs
-        self._planner = planner
         self._say = say
-        self._tuning = replace(load, rows=until(load.rows, min(load.duration_s, TUNING_S)))
-        self._tuned_on = self._arrivals(TUNING_SEED, self._tuning)
-        num = max(1, len(self._tuned_on))
-        self._gpu_s = math.fsum(call.cost.prefill_s + call.cost.decode_s for call in self._tuned_on) / num
-        self._prices = self._priced()
+        self._num_over = 0
 
-    def _priced(self) -> Prices:
-        drain_s = self._mean_drain_s()
-        miss = MISS_FACTOR * self._gpu_s
-        return Prices(miss, start_up=TIMES.start_up_s, leave=drain_s, flip=drain_s + TIMES.flip_s)
-
-    def _mean_drain_s(self) -> float:
-        """Half an answer's time: what runs on a worker is on average that far from its end."""
-        step_s = self._costs.step_s(8, 8 * 8_000)  # half the seats, at some 8,000 tokens each
-        lengths = [call.row.output_tokens for call in self._tuned_on]
-        return 0.5 * step_s * float(np.mean(lengths)) if lengths else 0.0
-
-    def row(self, seeds: Sequence[int]) -> Row:
-        """Raises: TraceError, PlannerFailed."""
-        static = self._best_static()
-        start = _scaled(static, self._load.start)
-        baselines = [Baseline("static", f"{static[0]}+{static[1]}", Static), *self._tuned(start)]
-        ours, best = [], []
-        others: dict[str, list[Trial]] = {baseline.name: [] for baseline in baselines}
-        bounds = []
-        for seed in seeds:
-            self._say(f"seed {seed}: ours")
-            ours.append(self._run(Autoscaler(TIMES), start, seed))
-            for baseline in baselines:
-                self._say(f"seed {seed}: {baseline.name}")
-                begin = static if baseline.name == "static" else start
-                others[baseline.name].append(self._run(baseline.new(), begin, seed))
-            self._say(f"seed {seed}: oracle")
-            calls = self._arrivals(seed, self._load)
-            bounds.append(self._plan(calls, start, 1.0).cost / 3_600)
-            best.append(self._oracle(calls, start, seed))
-        settings = {baseline.name: baseline.setting for baseline in baselines}
+    async def row(self, seeds: Sequence[int]) -> Row:
+        """Raises: TraceError: the load's trace is not there, or not as it should be. PlannerFailed."""
+        load = self._load
+        self._say("the static layout")
+        static, prices = await self._do(runs.best_static, load, self._tunes)
+        start = _scaled(static, load.start)
+        rivals = self._rivals()
+        others, oracles, ours = await asyncio.gather(  # first what the most has to wait for
+            asyncio.gather(
+                *(self._tuned(settings, start, seeds, prices) for settings in rivals.values()),
+                self._fixed(f"{static[0]}+{static[1]}", Static, static, seeds, prices),
+            ),
+            asyncio.gather(*(self._oracle(start, seed, prices) for seed in seeds)),
+            self._each(partial(Autoscaler, TIMES), start, seeds, prices),
+        )
+        results = dict(zip((*rivals, "static"), others, strict=True))
         return Row(
-            load=self._load,
+            load=load,
+            played=await self._do(runs.digest, load, seeds),
             ours=_result(ours),
-            baselines={name: _result(trials, settings[name]) for name, trials in others.items()},
-            oracle=_result(best),
-            bound=float(np.mean(bounds)),
+            baselines={name: results[name] for name in ("static", *rivals)},
+            oracle=_result([best for _, best in oracles]),
+            bound=float(np.mean([planned for planned, _ in oracles])),
             static=static,
-            settling=_settling(ours, sum(static)) if self._load.start not in (0.0, 1.0) else None,
-            back_s=[_worst([one.back_s(*span) for one in ours]) for span in _spans(self._load)],
+            settling=_settling(ours, sum(static)) if load.start not in (0.0, 1.0) else None,
+            back_s=[_worst([one.back_s(*span) for one in ours]) for span in _spans(load)],
         )
 
-    def _run(self, scaler: Scaler, start: Sizes, seed: int, *, faulty: bool = True) -> Trial:
-        return trial.run(self._load, scaler, start, seed, self._prices.miss, faulty=faulty)
+    def _rivals(self) -> dict[str, dict[str, NewScaler]]:
+        """Baselines that have settings, and those that are tried, by what they are called."""
+        rivals: dict[str, dict[str, NewScaler]] = {
+            "scale-only": {str(setting): partial(ScaleOnly, setting) for setting in SCALE_ONLY_SETTINGS}
+        }
+        if (python := self._planner_python) is not None:
+            rivals["dynamo"] = {str(setting): partial(new_dynamo, python, setting) for setting in DYNAMO_SETTINGS}
+        return rivals
 
-    def _tune(self, scaler: Scaler, start: Sizes) -> float:
-        return trial.run(self._tuning, scaler, start, TUNING_SEED, self._prices.miss).figures.loss
+    async def _tuned(
+        self, settings: Mapping[str, NewScaler], start: Sizes, seeds: Sequence[int], prices: Prices
+    ) -> Result:
+        """At the best of its settings."""
+        names, news = [*settings], [*settings.values()]
+        best = await self._do(runs.best_setting, self._load, news, start, prices.miss) if self._tunes else 0
+        return await self._fixed(names[best], news[best], start, seeds, prices)
 
-    # -- settings ------------------------------------------------------------------------------------------------------
+    async def _fixed(self, setting: str, new: NewScaler, start: Sizes, seeds: Sequence[int], prices: Prices) -> Result:
+        return _result(await self._each(new, start, seeds, prices), setting)
 
-    def _best_static(self) -> Sizes:
-        sizes = oracle.layouts(self._load.max_workers)
-        misses = self._misses(self._tuned_on, sizes, HEADROOMS[1]).sum(axis=1)
-        duration_s = min(self._load.duration_s, TUNING_S)
-        losses = duration_s * np.array([sum(one) for one in sizes]) + self._prices.miss * misses
-        likely = [sizes[int(place)] for place in losses.argsort(kind="stable")[:NUM_STATIC]]
-        if not self._tunes:
-            return likely[0]
-        p, d = likely[0]
-        candidates = [one for one in dict.fromkeys([*likely, (p + 1, d), (p, d + 1)]) if one in sizes]
-        found: dict[Sizes, float] = {}
-        for one in candidates:
-            self._say(f"static {one[0]}+{one[1]}")
-            found[one] = self._tune(Static(), one)
-        return min(candidates, key=lambda one: found[one])
+    async def _each(self, new: NewScaler, start: Sizes, seeds: Sequence[int], prices: Prices) -> list[Trial]:
+        plays = (self._do(runs.play, self._load, new, start, seed, prices.miss) for seed in seeds)
+        return await asyncio.gather(*map(self._counted, plays))
 
-    def _tuned(self, start: Sizes) -> Iterator[Baseline]:
-        scale_only = [(str(setting), partial(ScaleOnly, setting)) for setting in SCALE_ONLY_SETTINGS]
-        yield self._best("scale-only", scale_only, start)
-        if (planner := self._planner) is not None:
-            dynamo = [(str(setting), partial(Dynamo, planner, setting)) for setting in DYNAMO_SETTINGS]
-            yield self._best("dynamo", dynamo, start)
+    async def _oracle(self, start: Sizes, seed: int, prices: Prices) -> tuple[float, Trial]:
+        return await self._counted(self._do(runs.play_oracle, self._load, start, seed, prices))
 
-    def _best(self, name: str, settings: Sequence[tuple[str, NewScaler]], start: Sizes) -> Baseline:
-        if not self._tunes:
-            return Baseline(name, *settings[0])
-        found = []
-        for setting, new in settings:
-            self._say(f"{name} {setting}")
-            found.append(self._tune(new(), start))
-        setting, new = settings[found.index(min(found))]
-        return Baseline(name, setting, new)
-
-    # -- the oracle ----------------------------------------------------------------------------------------------------
-
-    def _oracle(self, calls: Sequence[Arrived], start: Sizes, seed: int) -> Trial:
-        plans = dict.fromkeys(self._plan(calls, start, headroom) for headroom in HEADROOMS)
-        trials = [self._run(self._schedule(plan), start, seed, faulty=False) for plan in plans]
-        return min(trials, key=lambda one: one.figures.loss)
-
-    def _schedule(self, plan: Plan) -> Schedule:
-        return Schedule(plan, start_up_s=TIMES.start_up_s, drain_s=self._prices.leave)
-
-    def _plan(self, calls: Sequence[Arrived], start: Sizes, headroom: float) -> Plan:
-        sizes = oracle.layouts(max(self._load.max_workers, sum(start)))
-        return oracle.cheapest(self._misses(calls, sizes, headroom), sizes, start, INTERVAL_S, self._prices)
-
-    def _misses(self, calls: Sequence[Arrived], sizes: Sequence[Sizes], headroom: float) -> oracle.Table:
-        """[layouts, intervals], of the calls that count."""
-        most = max(max(one) for one in sizes)
-        prefill = [prefill_met(calls, num, headroom) for num in range(1, most + 1)]
-        decode = [decode_met(self._costs, calls, num, headroom) for num in range(1, most + 1)]
-        counts = np.array([call.row.at_s >= self._load.judge_from_s for call in calls], dtype=bool)
-        intervals = np.array([int(call.row.at_s / INTERVAL_S) for call in calls], dtype=np.int64)
-        num_intervals = math.ceil(self._load.duration_s / INTERVAL_S)
-        return np.array(
-            [
-                np.bincount(intervals, counts & ~(prefill[p - 1] & decode[d - 1]), minlength=num_intervals)
-                for p, d in sizes
-            ]
-        )
-
-    def _arrivals(self, seed: int, load: Load) -> list[Arrived]:
-        rows = list(load.rows(seed))
-        costs = self._costs.of_all(rows, caches=load.caches)
-        return [Arrived(row, cost, _slo_at(load, row.at_s)) for row, cost in zip(rows, costs, strict=True)]
-
-
-def _slo_at(load: Load, at_s: float) -> SLO:
-    slo = CHAT
-    for change in load.retargets:
-        if change.at_s <= at_s:
-            slo = change.slo
-    return slo
+    async def _counted(self, play: Awaitable[T]) -> T:
+        done = await play
+        self._num_over += 1
+        self._say(f"{self._num_over} runs")
+        return done
 
 
 def _scaled(sizes: Sizes, factor: float) -> Sizes:

@@ -12,6 +12,7 @@ coefficients that our autoscaler learns, so it knows its engines as well as we d
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -115,6 +116,16 @@ class Dynamo:
             if isinstance(size := targets[name], int)
             for proposal in resize(facts, role, size)
         ]
+
+
+def new_dynamo(python: str, setting: DynamoSetting) -> Dynamo:
+    """One run's, of this process's own planner, which goes when the process does. Raises: PlannerFailed."""
+    return Dynamo(_planner(python), setting)
+
+
+@functools.cache
+def _planner(python: str) -> DynamoPlanner:
+    return DynamoPlanner(python)
 
 
 def _deployment(facts: FleetFacts, traffic: ClassTraffic) -> dict[str, object]:

@@ -1,5 +1,7 @@
 """The loads that sizes have to follow, and what goes wrong meanwhile. Pure: the same seed gives the same calls.
 
+Loads travel to other processes (jobs.py), so their rows are partials of functions of this module, not closures.
+
 A load is streams of calls, each of one kind at a rate of its own, played together; or a recorded trace, thinned and stretched so
 that a small fleet has work: every k-th call is kept, k times as long, which leaves the tokens that arrive per second as recorded.
 """
@@ -9,8 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, takewhile
 
 from baton.request import Role
@@ -66,11 +69,12 @@ class Stream:
 def mixed(*streams: Stream) -> Rows:
     """Played together."""
 
-    def rows(seed: int) -> Iterator[TraceRow]:
-        each = [_stream(stream, f"{seed}/{number}") for number, stream in enumerate(streams)]
-        return heapq.merge(*each, key=lambda row: row.at_s)
+    return partial(_merged, streams)
 
-    return rows
+
+def _merged(streams: Sequence[Stream], seed: int) -> Iterator[TraceRow]:
+    each = [_stream(stream, f"{seed}/{number}") for number, stream in enumerate(streams)]
+    return heapq.merge(*each, key=lambda row: row.at_s)
 
 
 def _stream(stream: Stream, seed: str) -> Iterator[TraceRow]:
@@ -80,7 +84,11 @@ def _stream(stream: Stream, seed: str) -> Iterator[TraceRow]:
 
 
 def until(rows: Rows, duration_s: float) -> Rows:
-    return lambda seed: takewhile(lambda row: row.at_s < duration_s, rows(seed))
+    return partial(_before, rows, duration_s)
+
+
+def _before(rows: Rows, end_s: float, seed: int) -> Iterator[TraceRow]:
+    return takewhile(lambda row: row.at_s < end_s, rows(seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,52 +128,56 @@ class Paused:
 
 def traced(name: str) -> Rows:
     """Read only when it is played. Raises (then): TraceError."""
-    return lambda seed: file_stream(str(find_trace(name)))(seed)
+    return partial(_recorded_rows, name)
+
+
+def _recorded_rows(name: str, seed: int) -> Iterator[TraceRow]:
+    return file_stream(str(find_trace(name)))(seed)
 
 
 def stretched(rows: Rows, *, every: int, speed: float) -> Rows:
     """Every so-many-th call, so many times as long, played faster; the seed says which ones are kept."""
 
-    def stretch(seed: int) -> Iterator[TraceRow]:
-        for row in islice(rows(seed), seed % every, None, every):
-            factor = min(every, LONGEST_TOKENS / (row.input_tokens + row.output_tokens))
-            yield TraceRow(
-                row.at_s / speed, math.ceil(row.input_tokens * factor), math.ceil(row.output_tokens * factor)
-            )
+    return partial(_stretch, rows, every, speed)
 
-    return stretch
+
+def _stretch(rows: Rows, every: int, speed: float, seed: int) -> Iterator[TraceRow]:
+    for row in islice(rows(seed), seed % every, None, every):
+        factor = min(every, LONGEST_TOKENS / (row.input_tokens + row.output_tokens))
+        yield TraceRow(row.at_s / speed, math.ceil(row.input_tokens * factor), math.ceil(row.output_tokens * factor))
 
 
 def shrunk(rows: Rows, *, by: int, speed: float) -> Rows:
     """All calls, with all lengths divided, those of what prompts have in common, too; the seed moves the beginning."""
 
-    def shrink(seed: int) -> Iterator[TraceRow]:
-        first_s: float | None = None
-        for row in islice(rows(seed), AGENTIC_SKIPPED * (1 + seed % AGENTIC_BEGINNINGS), None):
-            first_s = row.at_s if first_s is None else first_s
-            yield replace(
-                row,
-                at_s=(row.at_s - first_s) / speed,
-                input_tokens=math.ceil(row.input_tokens / by),
-                output_tokens=math.ceil(row.output_tokens / by),
-                block_tokens=row.block_tokens // by,
-            )
+    return partial(_shrink, rows, by, speed)
 
-    return shrink
+
+def _shrink(rows: Rows, by: int, speed: float, seed: int) -> Iterator[TraceRow]:
+    first_s: float | None = None
+    for row in islice(rows(seed), AGENTIC_SKIPPED * (1 + seed % AGENTIC_BEGINNINGS), None):
+        first_s = row.at_s if first_s is None else first_s
+        yield replace(
+            row,
+            at_s=(row.at_s - first_s) / speed,
+            input_tokens=math.ceil(row.input_tokens / by),
+            output_tokens=math.ceil(row.output_tokens / by),
+            block_tokens=row.block_tokens // by,
+        )
 
 
 def served_day(*, mean_rate: float, duration_s: float) -> Rows:
     """ServeGen's day of deepseek-r1 within so many seconds. Raises (when played): TraceError."""
+    return partial(_served_day, mean_rate, duration_s)
 
-    def rows(seed: int) -> Iterator[TraceRow]:
-        rates, lengths = map(find_trace, SERVEGEN)
-        day = arrivals.read_rates(rates)
-        quick = arrivals.Table(day.rates, duration_s / len(day.rates))
-        return arrivals.servegen(
-            quick, arrivals.read_lengths(lengths), scale=mean_rate / arrivals.mean_rate(day), seed=seed
-        )
 
-    return rows
+def _served_day(mean_rate: float, duration_s: float, seed: int) -> Iterator[TraceRow]:
+    rates, lengths = map(find_trace, SERVEGEN)
+    day = arrivals.read_rates(rates)
+    quick = arrivals.Table(day.rates, duration_s / len(day.rates))
+    return arrivals.servegen(
+        quick, arrivals.read_lengths(lengths), scale=mean_rate / arrivals.mean_rate(day), seed=seed
+    )
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
-"""What came of it, for people (a table) and for programs (one JSON document)."""
+"""What came of it, for people: a table, and what does not fit in it."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
-from bench.control.contest import INTERVAL_S, MISS_FACTOR, Result, Row
-from bench.control.rig import CHAT, SEATS, TIMES
+from bench.control.contest import Result, Row
 
 
 def render(rows: Sequence[Row]) -> None:
@@ -47,42 +43,3 @@ def remarks(row: Row) -> list[str]:
         times = ", ".join("never" if back is None else f"{back:.0f} s" for back in row.back_s)
         found.append(f"back at 90 % of a minute's calls after {times} at most")
     return found
-
-
-def document(rows: Sequence[Row], seeds: Sequence[int], length: float, planner: str | None) -> str:
-    found = {
-        "times": asdict(TIMES),
-        "slo": asdict(CHAT),
-        "seats": SEATS,
-        "seeds": list(seeds),
-        "length": length,
-        "miss_factor": MISS_FACTOR,
-        "oracle_interval_s": INTERVAL_S,
-        "ai_dynamo": planner,
-        "rows": [_row(row) for row in rows],
-    }
-    return json.dumps(found, indent=1)
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "load": row.load.name,
-        "goal": row.load.goal,
-        "duration_s": row.load.duration_s,
-        "max_gpus": row.load.max_workers,
-        **_result(row.ours),
-        "recovered": row.recovered,
-        "settling": asdict(row.settling) if row.settling is not None else None,
-        "back_s": list(row.back_s),
-        "baselines": {name: _result(result) for name, result in row.baselines.items()},
-        "oracle": {**_result(row.oracle), "planned_loss": row.bound},
-    }
-
-
-def _result(result: Result) -> dict[str, Any]:
-    spread = {
-        f"{name}_range": [min(values), max(values)]
-        for name in ("in_slo", "gpu_hours", "loss")
-        for values in ([getattr(one, name) for one in result.by_seed],)
-    }
-    return {**asdict(result.figures), **spread, "setting": result.setting}

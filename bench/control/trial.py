@@ -18,6 +18,7 @@ from bench.sim.control import ControlledOutcome, ControlledRun, Faults
 from bench.sim.control import Sizes as FleetSizes
 from bench.sim.deployment import Layout
 from bench.sim.simulation import Mix
+from bench.traces import TraceRow
 from router.controller.autoscaler.scaler import Scaler
 from router.controller.settings import Budget, PoolBounds
 
@@ -25,6 +26,7 @@ WINDOW_S = 60.0  # of calls, in which attainment is looked at after something ha
 BACK = 0.9  # of a window's calls within their targets: back to target
 SETTLED = 0.1  # from the oracle's size: the goal, docs/control.md
 SETTLED_S = 600.0  # that it must stay so
+_ROUNDING = 1 + 1e-9  # sums in another order: what is broken off is worse beyond doubt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,44 @@ class Trial:
         return None if bad and bad[-1] == last else (max(bad) + 1) * WINDOW_S if bad else 0.0
 
 
-def run(load: Load, scaler: Scaler, start: Sizes, seed: int, miss_gpu_s: float, *, faulty: bool = True) -> Trial:
-    """`miss_gpu_s`: GPU-seconds that a missed call is worth. `faulty` off: nothing goes wrong.
+class Hopeless(Exception):
+    """A run that was broken off, since its loss would have come out higher than asked for."""
+
+
+def run(
+    load: Load,
+    scaler: Scaler,
+    start: Sizes,
+    seed: int,
+    miss_gpu_s: float,
+    *,
+    faulty: bool = True,
+    rows: Sequence[TraceRow] | None = None,
+    worse_than: float = math.inf,
+    least_gpus: int = 0,
+) -> Trial:
+    """`miss_gpu_s`: GPU-seconds that a missed call is worth. `faulty` off: nothing goes wrong. `rows`: the load's with this seed.
+    `least_gpus`: the fleet never has fewer.
 
     Raises:
         TraceError: the load's trace is not there, or not as it should be.
+        Hopeless: its loss is above `worse_than` for sure.
     """
+    played = list(load.rows(seed)) if rows is None else rows
+    end_s = played[-1].at_s if played else 0.0
     met: list[tuple[float, bool]] = []
+    num_missed = 0
 
     def note(call: Call) -> None:
-        met.append((call.row.at_s, call.verdict is Verdict.MET))
+        nonlocal num_missed
+        has_met = call.verdict is Verdict.MET
+        met.append((call.row.at_s, has_met))
+        num_missed += not has_met and call.row.at_s >= load.judge_from_s
+        now_s = simulation.clock.now_s
+        to_come_gpu_s = least_gpus * max(0.0, end_s - now_s)
+        least_loss = simulation.fleet.gpu_hours(now_s) + (to_come_gpu_s + num_missed * miss_gpu_s) / 3_600
+        if least_loss > worse_than * _ROUNDING:
+            raise Hopeless
 
     controlled = ControlledRun(
         deployment(Layout(*start), caches=load.caches),
@@ -98,7 +128,8 @@ def run(load: Load, scaler: Scaler, start: Sizes, seed: int, miss_gpu_s: float, 
         bounds=BOUNDS,
         on_call=note,
     )
-    outcome = controlled.run(load.rows(seed))
+    simulation = controlled.simulation
+    outcome = controlled.run(played)
     return Trial(_figures(outcome, miss_gpu_s), [_wanted(sizes) for sizes in outcome.timeline], sorted(met))
 
 

@@ -1,14 +1,17 @@
 """What plans are compared with: colocated serving as it is done elsewhere. Not part of any plan.
 
 Prefill first: while a prompt waits or is under way a step holds prompts only, whole ones as far as the budget goes, and running
-sequences wait (as vLLM did before chunked prefill; the baseline of DistServe, OSDI 2024).
+sequences wait (as vLLM did before chunked prefill; the baseline of DistServe, OSDI 2024). That had no admission, and served in
+order of arrival; a cap on running sequences is what its operator could set against long gaps, so it is tuned, too.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 from baton.request import Role
 from bench.plan.space import Candidate, Space
@@ -20,6 +23,7 @@ from engine.timing.roofline import Roofline
 from engine.timing.step_time import Efficiency, StepTime, step_time
 
 WHOLE_PROMPTS = (2_048, STEP_TOKENS)  # budgets of a step of prompts: vLLM's least, and what a prefill worker has here
+SEATS = (32, 64, 128, 256)  # running sequences: 256 was vLLM's default
 
 
 class PrefillFirst(Scheduler):
@@ -40,13 +44,16 @@ class PrefillFirstDeployment(Deployment):
         return replace(Deployment.shape(self, role), scheduler=PrefillFirst)
 
 
-def prefill_first(space: Space, num_gpus: int) -> Iterator[Candidate]:
-    """Of every width, with each budget."""
+def prefill_first(space: Space, num_gpus: int, *, admits: bool) -> Iterator[Candidate]:
+    """Of every width, with each budget and number of seats. `admits`: behind this router's admission, which it never had."""
     for one in space.of_size(num_gpus):
-        if one.is_colocated and one.budget == WHOLE_PROMPTS[0]:
-            for tokens in WHOLE_PROMPTS:
-                engine = replace(one.deployment.engine, max_num_batched_tokens=tokens, chunk_tokens=tokens)
-                yield Candidate(_prefill_first(replace(one.deployment, engine=engine)), one.window_s, one.usd_per_hour)
+        if not one.is_colocated or one.budget != WHOLE_PROMPTS[0]:
+            continue
+        known, window_s = one.deployment.engine, one.window_s if admits else math.inf
+        for tokens, seats in product(WHOLE_PROMPTS, SEATS):
+            if seats <= known.max_num_seqs:
+                engine = replace(known, max_num_batched_tokens=tokens, chunk_tokens=tokens, max_num_seqs=seats)
+                yield Candidate(_prefill_first(replace(one.deployment, engine=engine)), window_s, one.usd_per_hour)
 
 
 def _prefill_first(one: Deployment) -> PrefillFirstDeployment:

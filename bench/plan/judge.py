@@ -1,8 +1,8 @@
 """The judge of every plan: what share of calls a deployment keeps within their targets, by simulation. Pure.
 
 A trial is one seed at one mean rate. Trials of different deployments at one seed see the same calls, so that their difference is
-not chance (common random numbers: Law, Simulation Modeling and Analysis, section 11.2). A trial lasts long enough for
-several generations of sequences; what comes in its first part is not counted, for the deployment starts empty.
+not chance (common random numbers: Law, Simulation Modeling and Analysis, section 11.2). A deployment starts empty, so what comes
+before it has filled up is not counted: answers have long tails, and what a decoding worker holds is mostly tail.
 
 The knee of a deployment is the highest rate at which every class holds its percentile. Goodput is what is within targets there.
 """
@@ -21,8 +21,9 @@ from bench.sim.call import Call
 from bench.sim.deployment import Deployment
 from bench.sim.simulation import BOUNDS, Mix, Outcome, Simulation
 
-GENERATIONS = 5  # of sequences in a trial, at least: one of them warms up
-WARM_UP = 0.2  # of a trial's calls
+SETTLED = 0.9  # of the sequences that will be there are there when counting begins
+LENGTH = 2.5  # of a trial, at least, in times until then: as long is counted as is needed for its mean to be a mean
+WARM_UP = 1 / LENGTH  # of a trial's calls
 MAX_CALLS = 20_000  # of one trial: half a minute
 _STEP = 1.25  # between rates that are tried until the knee is between two
 _TRIES_OUT = 12  # of such steps: a factor of 15
@@ -141,7 +142,7 @@ class Judge:
         self._mix = mix
         self._distort = distort
         self._on_call = on_call
-        self._residence_s = _residence_s(traffic, mix)
+        self._settling_s = _settling_s(traffic, mix)
         self._trials: dict[tuple[Candidate, float, int, int], Trial] = {}
 
     def trial(self, candidate: Candidate, rate: float, *, num_calls: int, seed: int, gives_up: bool = False) -> Trial:
@@ -158,11 +159,11 @@ class Judge:
             return False
 
     def _try(self, candidate: Candidate, rate: float, num_calls: int, seed: int, gives_up: bool) -> Trial:
-        num_calls = min(MAX_CALLS, max(num_calls, math.ceil(GENERATIONS * self._residence_s * rate)))
+        num_calls = min(MAX_CALLS, max(num_calls, math.ceil(LENGTH * self._settling_s * rate)))
         rows = self._traffic.calls(rate, num_calls, seed)
         deployment = candidate.deployment if self._distort is None else self._distort(candidate.deployment)
         warm_up_s = rows[int(WARM_UP * num_calls)].at_s
-        bounds = replace(BOUNDS, window_s=candidate.window_s)
+        bounds = replace(BOUNDS, window_s=candidate.window_s) if math.isfinite(candidate.window_s) else None
         watch = _Watch(self._mix, num_calls, warm_up_s) if gives_up else None
 
         def on_call(call: Call) -> None:
@@ -204,12 +205,19 @@ def _crossing(below: Trial, above: Trial) -> float:
     return below.rate + part * (above.rate - below.rate)
 
 
-def _residence_s(traffic: Traffic, mix: Mix) -> float:
-    """How long a sequence that just holds its pace is there, on average."""
-    calls = traffic.calls(traffic.rate, 500, 0)  # means to some percent
-    output_tokens = sum(call.output_tokens for call in calls) / len(calls)
+def _settling_s(traffic: Traffic, mix: Mix) -> float:
+    """Until a deployment that just holds its pace has filled up. After t seconds it holds E min(S, t) / E S of what it will, where
+    sequences last S."""
+    calls = traffic.calls(traffic.rate, 2_000, 0)  # tails of lengths to some percent
     pace_s = sum(s.tpot_ms * part for s, part in zip(mix.classes, mix.shares, strict=True)) / sum(mix.shares) / 1e3
-    return output_tokens * pace_s
+    lasts_s = sorted(call.output_tokens * pace_s for call in calls)
+    wanted_s, over_s = SETTLED * sum(lasts_s), 0.0
+    for number, last_s in enumerate(lasts_s):
+        num_left = len(lasts_s) - number
+        if over_s + num_left * last_s >= wanted_s:
+            return (wanted_s - over_s) / num_left
+        over_s += last_s
+    raise AssertionError("the longest of them is reached before all is there")
 
 
 def _trial(outcome: Outcome, rate: float, seed: int, num_calls: int) -> Trial:

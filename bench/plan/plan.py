@@ -191,14 +191,14 @@ def _best(search: Search, question: Question, wanted: Callable[[Candidate], bool
     return search.cheapest(question.traffic.rate, wanted=wanted)
 
 
-_NEARBY = 1.06  # knees of other seeds are some percent away from that of the search's
+NEARBY = 1.06  # knees of other seeds are some percent away from that of the search's
 
 
 def _measure(found: Found, judge: Judge, question: Question) -> Measured:
     effort = question.effort
     rate = question.traffic.rate if question.num_gpus is None else None
     knees = [
-        judge.knee(found.candidate, found.knee.rate, num_calls=effort.search_calls, seed=seed, step=_NEARBY)
+        judge.knee(found.candidate, found.knee.rate, num_calls=effort.search_calls, seed=seed, step=NEARBY)
         for seed in effort.final_seed_numbers
     ]
     at_rate = [

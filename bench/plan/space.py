@@ -24,7 +24,7 @@ BLOCK_TOKENS = (
     64  # as simulated: 16-token blocks give the same attainment and times within 1 %, slower (docs/simulator.md)
 )
 WIDTHS = (1, 2, 4, 8)  # GPUs of a worker: one NVLink domain of an HGX board
-BUDGETS = (256, 512, 1_024, 2_048)  # tokens of a step of a worker that decodes and prefills
+BUDGETS = (256, 384, 512, 640, 1_024, 2_048)  # tokens of a step of a worker that decodes and prefills
 LOCAL_TOKENS = (0, 512)  # prompts up to it may be prefilled where they are decoded
 OWN_WINDOW_S = 0.01  # router.queue_window_s: its default
 SHIPPING_WINDOW_S = 0.1  # some prompts of an 8B model, one of a 70B model
@@ -60,7 +60,7 @@ class Offer:
 @dataclass(frozen=True)
 class Candidate:
     deployment: Deployment
-    window_s: float
+    window_s: float  # inf: no admission, which only baselines do without
     usd_per_hour: float  # at the prices of this plan
 
     @property

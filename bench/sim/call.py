@@ -81,6 +81,7 @@ class Attempt:
     num_shipped_blocks: int = 0  # or that decode held already
     num_flows: int = 0  # of its KV, on their way
     reserve_sent_s: float | None = None  # None before it asks, and once granted
+    reserve_wait_s: float = 0.0  # until then; 0: it asked for none
     has_begun: bool = False  # its first token is out
     is_computed: bool = False  # for another worker: its first token is out
     is_adopted: bool = False  # decode has all of it

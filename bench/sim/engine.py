@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -59,7 +59,7 @@ class EngineShape:
 
 @dataclass(slots=True)
 class Work:
-    """What steps computed in all, and how long they took: what workers tell a model of their steps."""
+    """What steps computed in all, and how long they took: what workers tell a model of their steps, by kind."""
 
     num_steps: int = 0
     busy_s: float = 0.0
@@ -74,6 +74,9 @@ class Work:
         self.tokens += batch.num_tokens
         self.context_tokens += batch.decode_context_tokens
         self.prompt_pairs += batch.num_prefill_pairs
+
+    def plus(self, other: Work) -> Work:
+        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def add_run(self, num_seqs: int, context_tokens: int, num_steps: int, took_s: float) -> None:
         """So many steps more, of decodes alone; the first of them reads `context_tokens`."""
@@ -132,7 +135,7 @@ class SimEngine:
         self.scheduler = shape.scheduler(config, self.pool, self.cache, stops, block_size=config.block_size)
         self.scheduler.tune(shape.tuning)
         self.is_halted = False
-        self._work = Work()
+        self._decode_work, self._prompt_work = Work(), Work()
         self._listener = listener
         self._fast = fast
         self._commands: list[Callable[[], SequenceEnded | None]] = []
@@ -202,15 +205,15 @@ class SimEngine:
         self._is_stepping = False
         if not plan.reserved:
             return []
-        return [*self._listener.after_step(StepResult(self._work.num_steps, reserved=plan.reserved), now_s)]
+        return [*self._listener.after_step(StepResult(self._num_steps, reserved=plan.reserved), now_s)]
 
     def _end_step(self, plan: Plan, batch: Batch, begin_s: float, now_s: float) -> Iterable[Event]:
         if self.is_halted:
             return ()
         self._known_sums = None
-        self._work.add(batch, now_s - begin_s)
+        (self._prompt_work if batch.prefills else self._decode_work).add(batch, now_s - begin_s)
         outcomes = [_SAMPLE if chunk.sample else None for chunk in plan.chunks]
-        result = self.scheduler.commit(plan, outcomes, self._work.num_steps, now_s)
+        result = self.scheduler.commit(plan, outcomes, self._num_steps, now_s)
         self._listener.on_step(plan, result, begin_s, now_s)
         return self._after(result, now_s)
 
@@ -227,7 +230,7 @@ class SimEngine:
         self._run = _Run(now_s, self.scheduler.num_running, self.scheduler.num_decode_context_tokens, num_steps)
         events = [self._run_end(self._run)]
         if granted:
-            result = StepResult(self._work.num_steps + 1, reserved=granted)
+            result = StepResult(self._num_steps + 1, reserved=granted)
             events.append(Event(now_s + self._elapsed_s(self._run, 1), partial(self._tell_granted, result)))
         return events
 
@@ -256,7 +259,7 @@ class SimEngine:
         ended = self.scheduler.skip(run.num_steps, ANSWER_TOKEN)
         if not ended:  # it was cut
             return self._begin(now_s)
-        return self._after(StepResult(self._work.num_steps, ended=ended), now_s)
+        return self._after(StepResult(self._num_steps, ended=ended), now_s)
 
     def _tell_run(self, run: _Run, num_steps: int) -> float:
         """Returns when the last of these steps ended."""
@@ -265,7 +268,7 @@ class SimEngine:
         def step_s(number: int) -> float:
             return step_time.decode_steps_s(run.num_seqs, run.context_tokens + number * run.num_seqs, 1)
 
-        self._work.add_run(run.num_seqs, run.context_tokens, num_steps, length_s)
+        self._decode_work.add_run(run.num_seqs, run.context_tokens, num_steps, length_s)
         self._listener.on_run(step_s, num_steps, run.begin_s)
         return run.begin_s + length_s
 
@@ -302,10 +305,19 @@ class SimEngine:
 
     def work(self, now_s: float) -> Work:
         """Of all steps that are over."""
-        run, work = self._run, replace(self._work)
+        decodes, prompts = self.work_by_kind(now_s)
+        return decodes.plus(prompts)
+
+    def work_by_kind(self, now_s: float) -> tuple[Work, Work]:
+        """Likewise, of steps that only decoded, and of those that computed prompts."""
+        run, decodes = self._run, replace(self._decode_work)
         if run is not None and (num_done := self._num_done(run, now_s)):
-            work.add_run(run.num_seqs, run.context_tokens, num_done, self._elapsed_s(run, num_done))
-        return work
+            decodes.add_run(run.num_seqs, run.context_tokens, num_done, self._elapsed_s(run, num_done))
+        return decodes, replace(self._prompt_work)
+
+    @property
+    def _num_steps(self) -> int:
+        return self._decode_work.num_steps + self._prompt_work.num_steps
 
     def num_decoded_since(self, now_s: float) -> int:
         """Tokens of the run under way, which its sequences do not show yet."""

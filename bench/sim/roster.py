@@ -12,10 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from baton.request import Role
+from bench.sim.call import Attempt
 from bench.sim.worker import SimWorker
 from engine.timing.step_time import Batch
 from router.capacity import WorkerLoad
 from router.holds import Hold, Ledger
+from router.lane_window import GrantWait
 from router.placement import Choice
 from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, WorkerPrefixes
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable
@@ -37,6 +39,7 @@ class Known:
         self.ledger = Ledger(self._on_change)
         self.follow: WorkerPrefixes | None = None  # its cache, where it has one
         self.generation = 0
+        self._grants = GrantWait()
         self._table = table
         self._is_changed = True
         self._used_tokens = 0  # reported
@@ -60,6 +63,11 @@ class Known:
         worker = self.worker
         self._used_tokens = worker.used_tokens(now_s)
         self.ledger.report(worker.waiting_tokens(), self._used_tokens, worker.num_running)
+
+    def granted(self, wait_s: float) -> None:
+        """Room on another worker, after so long."""
+        self._grants.observe(wait_s)
+        self._load = None
 
     def take_delta(self, follow: WorkerPrefixes) -> None:
         cache = self.worker.engine.cache
@@ -90,6 +98,7 @@ class Known:
             used_tokens=self._used_tokens,
             step_s_per_seq=fact.step_s_per_seq,
             step_s_per_token=fact.step_s_per_token,
+            grant_s=self._grants.most_s if worker.role is Role.PREFILL else 0.0,
         )
 
     @property
@@ -128,6 +137,7 @@ class Known:
             step_s_per_token=step_time.decode_steps_s(1, 1, 1) - one_s,
             prefill_tokens_per_s=budget / step_time.step_s(Batch(((budget, 0),))),
             kv_bytes_per_s=_NO_PULLS,
+            chunk_tokens=worker.tuning.chunk_tokens,
             links=links,
         )
 
@@ -219,6 +229,11 @@ class Roster:
         self._table.last_chosen[[choice.prefill_row, choice.decode_row]] = self._num_choices
         if self._caches:
             self._expected.add(choice.prefill_row, hashes, self._known[choice.prefill].root)
+
+    def granted(self, attempt: Attempt) -> None:
+        """Room for it, on another worker, by now."""
+        if (known := self._known.get(attempt.prefill.worker_id)) is not None:
+            known.granted(attempt.reserve_wait_s)
 
     def hold(self, worker_id: str, waiting_tokens: int, used_tokens: int) -> Hold:
         return self._known[worker_id].ledger.hold(waiting_tokens, used_tokens)

@@ -78,8 +78,8 @@ class SimRouter:
     ) -> None:
         """`bounds`: None = every call is let in at once. A call beyond `most_tokens` is refused, whoever is away."""
         self.admission = Admission(bounds) if bounds is not None else None
-        # Half of the window and of that, as PUMP_S and OBSERVE_S are of the default one
-        self._pump_s = bounds.window_s / 2 if bounds is not None else PUMP_S
+        # Half of a fixed window and of that, as PUMP_S and OBSERVE_S are of the least one that is learned
+        self._pump_s = PUMP_S if bounds is None or bounds.window_s is None else bounds.window_s / 2
         self.roster = Roster(token_bytes=token_bytes, caches=caches)
         self.local_prefill_tokens = local_prefill_tokens
         self.itl_p99_ms = 0.0  # the tightest of all classes in force; 0: none limits it
@@ -128,6 +128,7 @@ class SimRouter:
         prefill_hold.waiting_tokens = 0
         if not attempt.plan.choice.local:
             prefill_hold.release()
+            self.roster.granted(attempt)
         if self.admission is None or attempt.call.turn is None:
             return []
         self.admission.began(attempt.call.turn, now_s)

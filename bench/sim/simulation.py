@@ -28,7 +28,7 @@ from bench.traces import TraceRow
 from router.admission import Bounds, Shed
 
 # No bound of a laptop's router is to be measured here; the forecast decides. As bench/overload.py.
-BOUNDS = Bounds(max_inflight=100_000, max_queued=100_000, max_queued_tokens=1 << 40, window_s=0.01)
+BOUNDS = Bounds(max_inflight=100_000, max_queued=100_000, max_queued_tokens=1 << 40)
 INTERACTIVE = DEFAULT_CLASSES[0]
 
 

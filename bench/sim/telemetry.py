@@ -184,12 +184,13 @@ class Telemetry:
         outage = self._outage(now_s)
         if worker.is_dead or (outage is not None and not outage.as_nan):
             return heard.load
-        work = worker.engine.work(now_s)
+        kinds = worker.engine.work_by_kind(now_s)
+        work = kinds[0].plus(kinds[1])
         if (num_steps := work.num_steps - heard.work.num_steps) > 0:
             heard.step_s = (work.busy_s - heard.work.busy_s) / num_steps
         heard.work = work
-        busy_s, step_s = (math.nan, math.nan) if outage is not None else (work.busy_s, heard.step_s)
-        totals = StepTotals(work.num_steps, busy_s, work.tokens, work.context_tokens, work.prompt_pairs)
+        step_s = math.nan if outage is not None else heard.step_s
+        totals = tuple(_totals(kind, outage) for kind in kinds)
         self._measures.sampled(worker.worker_id, worker.epoch, worker.role.name.lower(), totals, now_s)
         heard.load = WorkerLoad(
             at_s=now_s,
@@ -206,6 +207,11 @@ class Telemetry:
         there = {(worker.worker_id, worker.epoch) for worker in fleet.workers()}
         for key in self._heard.keys() - there:
             del self._heard[key]
+
+
+def _totals(work: Work, outage: Outage | None) -> StepTotals:
+    busy_s = math.nan if outage is not None else work.busy_s
+    return StepTotals(work.num_steps, busy_s, work.tokens, work.context_tokens, work.prompt_pairs)
 
 
 def _surroundings(deployment: Deployment, shapes: Mapping[Role, EngineShape]) -> Surroundings:

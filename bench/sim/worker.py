@@ -192,9 +192,9 @@ class SimWorker:
 
     def on_grant(self, attempt: Attempt, now_s: float) -> list[Event]:
         """2 -> 3."""
-        if not self._waits_for_grant(attempt):
+        if attempt.reserve_sent_s is None or not self._waits_for_grant(attempt):
             return []
-        attempt.reserve_sent_s = None
+        attempt.reserve_wait_s, attempt.reserve_sent_s = now_s - attempt.reserve_sent_s, None
         return [*self._prefill(attempt, now_s), *self._start_queued(now_s)]
 
     def _waits_for_grant(self, attempt: Attempt) -> bool:
@@ -248,16 +248,17 @@ class SimWorker:
 
     def on_run(self, step_s: Callable[[int], float], num_steps: int, begin_s: float) -> None:
         first_s = step_s(0)
+        self._long_steps.count(first_s)
         for attempt in [attempt for seq, attempt in self._watched.items() if self.engine.scheduler.runs(seq)]:
             del self._watched[attempt.seq]
-            call = attempt.call
             self._note_token(attempt, begin_s + first_s)
-            self._long_steps.begin(call)
-            call.long_steps_before += call.slo.itl_p99_ms is not None and 1e3 * first_s > call.slo.itl_p99_ms
+            self._long_steps.begin(attempt.call)
         self._long_steps.count_run(num_steps, step_s)
 
     def on_step(self, plan: Plan, result: StepResult, begin_s: float, end_s: float) -> None:
-        self._long_steps.count(end_s - begin_s)
+        decodes = any(chunk.start >= chunk.sequence.request.num_prompt_tokens for chunk in plan.chunks)
+        note_step = self._long_steps.count if decodes else self._long_steps.wait
+        note_step(end_s - begin_s)
         for seq in plan.preempted:
             if seq in self.open and seq not in self._watched:
                 attempt = self._watched[seq] = self.open[seq]
@@ -266,9 +267,11 @@ class SimWorker:
         if not self._watched:
             return
         for token in result.tokens:
-            if token.seq in self._watched:
-                attempt = self._watched.pop(token.seq)
-                self._note_token(attempt, end_s)
+            if (attempt := self._watched.get(token.seq)) is None:
+                continue
+            self._note_token(attempt, end_s)
+            if decodes:  # else its next gap is shorter than that of those who wait
+                del self._watched[token.seq]
                 self._long_steps.begin(attempt.call)
 
     def _note_token(self, attempt: Attempt, at_s: float) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from baton import clock
 from baton.log import get_log
 from router.batch.journal import Journal, counted
 from router.batch.line_server import LineServer, Tools
@@ -193,7 +194,7 @@ class BatchRun:
             await self._change(partial(_with_counts, counts))
 
     async def _change(self, step: Callable[[Batch], Batch]) -> Batch:
-        until_s = self._now_s() + self._tools.config.lease_s
+        until_s = self._now_s() + clock.real_s(self._tools.config.lease_s)
         self._batch = await asyncio.to_thread(self._tools.store.change, self._lease, until_s, step)
         return self._batch
 

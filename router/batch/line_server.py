@@ -7,13 +7,13 @@ none. What fails for a reason of ours is tried MAX_TRIES times. Event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from baton import clock
 from baton.config import BatchConfig
 from baton.errors import BatonError, Internal, Overloaded, Unavailable
 from baton.log import get_log
@@ -108,7 +108,7 @@ class LineServer:
     async def _start(self, line: Line) -> None:
         """Wait for a place, then run the line beside the others."""
         await self._journal.room()
-        await asyncio.sleep(self._resume_s - time.monotonic())
+        await asyncio.sleep(self._resume_s - clock.now_s())
         try:
             async with asyncio.timeout(self._tools.look_s):
                 slot = await self._tools.slots.take()
@@ -127,7 +127,7 @@ class LineServer:
 
     async def _run_line(self, line: Line, on_first: Callable[[], None]) -> None:
         request_id = f"{self._batch.id}-{line.number}"
-        left_s = self._batch.expires_unix_s - self._tools.now_unix_s()
+        left_s = clock.here_s(self._batch.expires_unix_s - self._tools.now_unix_s())
         timeout_s = min(self._tools.line_timeout_s, max(1.0, left_s))
         try:
             answer = await self._tools.answers.answer(
@@ -158,7 +158,7 @@ class LineServer:
 
     def _pause(self, error: BatonError) -> None:
         """Start no more for a while; several that fail together are one reason."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if now_s >= self._resume_s:
             doubled_s = FIRST_PAUSE_S * 2 ** min(self._num_pauses, 10)
             self._num_pauses += 1

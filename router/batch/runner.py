@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from baton import clock
 from baton.errors import Unavailable
 from baton.log import get_log
 from router.batch.batch_run import BatchRun
@@ -60,7 +61,9 @@ class Runner:
     async def _take_what_is_free(self) -> None:
         while len(self._runs) < self._tools.config.max_running_batches:
             now_s = self._tools.now_unix_s()
-            found = await asyncio.to_thread(self._tools.store.claim, now_s, now_s + self._tools.config.lease_s)
+            found = await asyncio.to_thread(
+                self._tools.store.claim, now_s, now_s + clock.real_s(self._tools.config.lease_s)
+            )
             if found is None:
                 return
             run = asyncio.create_task(self._run(*found), name=found[0].batch_id)

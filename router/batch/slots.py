@@ -7,10 +7,10 @@ LOOK_S while somebody holds or wants a slot, and not at all otherwise. Event loo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 
+from baton import clock
 from router.admission import Slack
 from router.batch.pacer import LOOK_S, Allowance, Pacer
 
@@ -79,7 +79,7 @@ class Slots:
         """Do now what is due."""
         self._timer = None
         starting = [slot for slot in self._held if slot.is_starting]
-        allowed = self._pacer.look(self._slack(), len(self._held), len(starting), time.monotonic())
+        allowed = self._pacer.look(self._slack(), len(self._held), len(starting), clock.now_s())
         taken = starting[allowed.num_starting :]
         left = [slot for slot in self._held if slot not in taken]
         for slot in reversed([*taken, *left[allowed.num_running :]]):

@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from baton import clock
 from baton.config import ClusterConfig
 from baton.errors import BatonError
 from baton.log import get_log
@@ -146,7 +147,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(BatonError)
     async def baton_error(request: Request, error: BatonError) -> JSONResponse:
-        headers = {"retry-after": f"{error.retry_after_s:.0f}"} if error.retry_after_s else {}
+        headers = {"retry-after": f"{clock.real_s(error.retry_after_s):.0f}"} if error.retry_after_s else {}
         return _error(error.http_status, error.code, error.message, error.field, headers)
 
     @app.exception_handler(RequestValidationError)

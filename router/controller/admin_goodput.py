@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 
 from fastapi import APIRouter, Depends
 
+from baton import clock
 from router.controller.admin_access import Doors
 from router.controller.arrivals import TICK_S
 from router.controller.controller import Controller
@@ -20,7 +20,7 @@ def goodput_routes(controller: Controller, doors: Doors) -> APIRouter:
 
     @api.get("/goodput")
     async def goodput() -> dict[str, object]:
-        view = controller.measures.view(time.monotonic())
+        view = controller.measures.view(clock.now_s())
         return {
             "num_routers": view.num_routers,
             "oldest_queued_ms": 1e3 * view.oldest_queued_s,
@@ -34,7 +34,7 @@ def goodput_routes(controller: Controller, doors: Doors) -> APIRouter:
 
     @api.get("/forecast")
     async def forecast() -> dict[str, object]:
-        forecasts = controller.measures.forecasts(time.monotonic())
+        forecasts = controller.measures.forecasts(clock.now_s())
         return {
             "tick_s": TICK_S,
             "classes": {

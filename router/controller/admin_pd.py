@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 
 from fastapi import APIRouter, Depends
 
+from baton import clock
 from router.controller.admin_access import Doors
 from router.controller.autoscaler.disaggregation import FRESH_S, Verdict
 from router.controller.feasibility import NO_FORECAST
@@ -26,7 +26,7 @@ def pd_routes(pays: Pays | None, doors: Doors) -> APIRouter:
         if pays.verdict is None:
             await pays.look()
         verdict = pays.verdict
-        if verdict is None or (age_s := time.monotonic() - verdict.at_s) > FRESH_S:
+        if verdict is None or (age_s := clock.now_s() - verdict.at_s) > FRESH_S:
             return {"available": False, "reason": pays.reason}
         return {"available": True, "age_s": round(age_s, 1), "period_s": PERIOD_S, **_verdict_json(verdict)}
 

@@ -8,12 +8,12 @@ checked as a whole before anything is stored: 422 for targets that contradict ea
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
+from baton import clock
 from baton.slo import SLO
 from baton.v1 import control_pb2
 from router.controller.admin_access import Doors, IfMatch, Refusal, etag, require_match
@@ -278,7 +278,7 @@ def _class_verdicts_json(verdicts: control_pb2.ClassVerdicts) -> dict[str, int |
 
 
 def _routers_json(controller: Controller) -> list[dict[str, object]]:
-    now_s = time.monotonic()
+    now_s = clock.now_s()
     return [
         {
             "router_id": heard.report.router_id,

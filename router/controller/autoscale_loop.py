@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from router.controller.autoscale_metrics import AutoscaleMetrics
@@ -62,7 +62,7 @@ class AutoscaleLoop:
         live_times: LiveTimes,
         lease: Leadership,
         registry: Registry,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
         look_s: float = LOOK_S,
     ) -> None:
         self._live_times = live_times
@@ -114,12 +114,12 @@ class AutoscaleLoop:
     # -- each look ---------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
+        await self._keep_lease()  # first of all: operators wait for it after a restart
         members = self._controller.fleet.members()
         views = {m.worker_id: view for m in members if (view := self._controller.view(m.worker_id))}
         self._live_times.look(members, {name: view.load for name, view in views.items()}, self._now_s())
         if self._facts.spare_workers is None:  # machines were away
             await self._facts.ask_machines()
-        await self._keep_lease()
         if self._lease.is_held:
             await self._settle()
 
@@ -169,9 +169,8 @@ class AutoscaleLoop:
             return _not_done(decision, f"mode is {settings.mode}")
         async with self._levers.alone:
             await self._keep_lease()  # levers before this one may have taken seconds
-            if not self._lease.is_held:
-                return _not_done(decision, "another controller may act on this database")
             try:
+                self._lease.check()
                 done = await self._levers.pull_alone(act, settings.budget)
             except BatonError as error:
                 return _not_done(decision, error.message)

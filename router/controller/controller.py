@@ -3,8 +3,8 @@
 Owns the Fleet (which outlives this process in a file), one Session to each announced worker (the only way it learns of a
 death), what is in force (in_force.py) and the routers' last reports. Every change wakes all `watch()` streams, which send the
 whole newest state: a slow router skips versions, it never queues them. What is wanted of a worker and its reports do not show, it
-is told again, when its Session comes back and each second. Knows nothing of Ray. Runs on the event loop; disks and databases run
-beside it.
+is told again, when its Session comes back and each second. Of several controllers only the one that leads tells workers
+anything. Knows nothing of Ray. Runs on the event loop; disks and databases run beside it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
+from baton import clock
 from baton.config import ControllerConfig, EmulationConfig
 from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.ids import new_router_epoch
@@ -26,12 +27,14 @@ from baton.slo import SLO
 from baton.v1 import control_pb2, worker_pb2
 from router.controller.arrivals import TICK_S
 from router.controller.autoscaler.facts import Tuning
+from router.controller.background import Background, failures_of
 from router.controller.control_store import ControlStore
 from router.controller.decisions import Decision, LoggedDecision
 from router.controller.feasibility import MeasuredFloor
 from router.controller.fleet_state import AfterDrain, Announcement, Fleet, Member, SavedFleet
 from router.controller.fleet_store import Fleets
 from router.controller.in_force import InForce
+from router.controller.lease import ALONE, Leadership
 from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
 from router.controller.rate_store import RateStore
@@ -39,6 +42,7 @@ from router.controller.slo_store import SLOSet
 from router.controller.step_samples import totals_of
 from router.controller.versioned import Revision
 from router.events import Inbox, SequenceEvent, SequenceRefused
+from router.series import Registry
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
 from router.windows import windows_of
 
@@ -70,12 +74,14 @@ class Controller:
         trust: PeerTrust = PLAIN,
         emulation: EmulationConfig | None = None,
         rates: RateStore | None = None,
+        leadership: Leadership = ALONE,
     ) -> None:
         """`fleets`, `rates`: where the fleet, and what is known of traffic, outlive this process; what they hold is taken over.
-        `emulation`: of the workers, if any."""
+        `emulation`: of the workers, if any. `leadership`: what allows orders to workers."""
         saved = fleets.load() if fleets else SavedFleet()
         self.fleet = Fleet(saved)
         self.in_force = InForce(store, self._wake)
+        self._leadership = leadership
         self._decisions = store.decisions
         self.floor = MeasuredFloor()
         self._identity = SessionIdentity("controller", new_router_epoch(), trust)
@@ -96,24 +102,23 @@ class Controller:
         self._changed = asyncio.Event()
         self.questions = Questions()
         known = rates.load() if rates else None
-        self.measures = Measures(roofline_of(emulation or EmulationConfig()), time.monotonic(), known, time.time())
+        self.measures = Measures(roofline_of(emulation or EmulationConfig()), clock.now_s(), known, clock.unix_s())
         self._nonsense: set[str] = set()  # routers whose last report was refused in part
-        self._tasks = [
-            asyncio.create_task(self.in_force.follow(), name="follow the store"),
-            asyncio.create_task(self._measure(), name="measure"),
-        ]
+        self.registry = Registry()  # of this process's /metrics
+        self.task_failures = failures_of(self.registry)
+        self._background = Background(self.task_failures)
+        self._background.keep("follow the store", self.in_force.follow)
+        self._background.keep("measure", self._measure)
         if rates:
-            self._tasks.append(asyncio.create_task(self._save_rates(rates), name="save rates"))
+            self._background.keep("save rates", partial(self._save_rates, rates))
         if fleets:
-            self._tasks.append(asyncio.create_task(self._save_changes(fleets), name="save fleet"))
+            self._background.keep("save fleet", partial(self._save_changes, fleets))
         for member in saved.members:
             if member.address:
                 self._open_session(member)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.end()
         await asyncio.gather(*(session.close("the controller stops") for session in self._sessions.values()))
         await asyncio.gather(*self._closing)
 
@@ -179,9 +184,10 @@ class Controller:
         Raises:
             NotFound: no such worker.
             InvalidRequest: it is being ended.
-            Unavailable: it is wanted, but the worker is away or does not answer; it is told as soon as it does.
+            Unavailable: another controller leads, and nothing has changed. Or it is wanted, but the worker is away or does not
+                answer; it is told as soon as it does.
         """
-        self._check_stays(worker_id)
+        self._check_order(worker_id)
         member = self.fleet.want_draining(worker_id, draining, after)
         if not draining:
             self._undrained.add(worker_id)
@@ -201,9 +207,10 @@ class Controller:
         Raises:
             NotFound: no such worker.
             InvalidRequest: it is being ended.
-            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer. It keeps its role then.
+            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer, or another controller leads. It
+                keeps its role then.
         """
-        self._check_stays(worker_id)
+        self._check_order(worker_id)
         before = self.fleet.get(worker_id).role
         wanted, kept = (worker_pb2.Role.ValueType(r) for r in (role, before))
         try:
@@ -226,8 +233,11 @@ class Controller:
 
         Raises:
             NotFound: no such worker.
-            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer. It keeps its limits then.
+            InvalidRequest: it is being ended.
+            BatonError: the worker's own refusal, or Unavailable: it is away or does not answer, or another controller leads. It
+                keeps its limits then.
         """
+        self._check_order(worker_id)
         self.fleet.get(worker_id)
         view = self.view(worker_id)
         before = tuning_of(view.load) if view else None
@@ -263,8 +273,9 @@ class Controller:
     def is_ending(self, worker_id: str) -> bool:
         return worker_id in self._ending
 
-    def _check_stays(self, worker_id: str) -> None:
-        """Raises: InvalidRequest."""
+    def _check_order(self, worker_id: str) -> None:
+        """Raises: Unavailable: another controller leads; InvalidRequest: it is being ended."""
+        self._leadership.check()
         if worker_id in self._ending:
             raise InvalidRequest(f"{worker_id} is being ended", field="worker_id")
 
@@ -324,7 +335,7 @@ class Controller:
         """
         worker_id, view = session.worker_id, session.view
         order = self._ordering.get(worker_id)
-        if view is None or (order is not None and order.locked()):
+        if view is None or (order is not None and order.locked()) or not self._leadership.is_held:
             return
         member, load = self.fleet.get(worker_id), view.load
         role = worker_pb2.Role.ValueType(member.role)
@@ -406,13 +417,13 @@ class Controller:
     def report(self, report: control_pb2.RouterReport) -> None:
         """Take in a router's totals; each report replaces its last one."""
         self._reports.pop(report.router_id, None)
-        self._reports[report.router_id] = HeardReport(report, time.monotonic())
+        self._reports[report.router_id] = HeardReport(report, clock.now_s())
         if len(self._reports) > _MAX_REPORTS:
             oldest = self._reports.pop(next(iter(self._reports)))
             _add_verdicts(self._retired, oldest.report.verdicts)
         self.questions.answer(report.router_id, report.explained)
         try:
-            self.measures.heard(report.router_id, windows_of(report), time.monotonic())
+            self.measures.heard(report.router_id, windows_of(report), clock.now_s())
             self._nonsense.discard(report.router_id)
         except InvalidRequest as error:  # what one router gets wrong must not spoil what all of them say
             if report.router_id not in self._nonsense and len(self._nonsense) < _MAX_REPORTS:
@@ -433,7 +444,7 @@ class Controller:
 
     def fresh_reports(self) -> list[control_pb2.RouterReport]:
         """Of routers that live: those heard of a moment ago."""
-        oldest_s = time.monotonic() - _FRESH_S
+        oldest_s = clock.now_s() - _FRESH_S
         return [heard.report for heard in self._reports.values() if heard.at_s > oldest_s]
 
     def verdicts(self) -> dict[str, control_pb2.ClassVerdicts]:
@@ -475,7 +486,7 @@ class Controller:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                await asyncio.to_thread(rates.save, self.measures.saved(time.time()))
+                await asyncio.to_thread(rates.save, self.measures.saved(clock.unix_s()))
             except OSError as error:
                 log.warning("rates_not_saved", reason=str(error))
 
@@ -483,7 +494,7 @@ class Controller:
         """For ever: take what each worker's steps came to, let time pass where no router reports, remind workers."""
         while True:
             await asyncio.sleep(_MEASURE_S)
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             for session in self._sessions.values():
                 if (view := session.view) is not None and (role := _ROLE_NAMES.get(view.load.role)):
                     self.measures.sampled(session.worker_id, session.epoch, role, totals_of(view.load), now_s)

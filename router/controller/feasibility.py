@@ -95,12 +95,11 @@ def infeasible(classes: Sequence[SLO], floor: Floor) -> list[Infeasible]:
 class StepTimeFloor:
     """What the timing model of the workers' GPUs says of a fleet without any other load."""
 
-    def __init__(self, step_time: StepTime, source: str, time_scale: float = 1.0) -> None:
-        """`time_scale`: seconds that a second of the GPUs takes here, where they are emulated."""
+    def __init__(self, step_time: StepTime, source: str) -> None:
         prefill = Batch(prefills=((1, 0),), num_decodes=0, decode_context_tokens=0)
         self._floor = Floor(
-            ttft_ms=1e3 * time_scale * step_time.step_s(prefill),
-            tpot_ms=1e3 * time_scale * step_time.decode_steps_s(1, 1, 1),
+            ttft_ms=1e3 * step_time.step_s(prefill),
+            tpot_ms=1e3 * step_time.decode_steps_s(1, 1, 1),
             source=source,
         )
 
@@ -120,7 +119,7 @@ def emulated_floor(emulation: EmulationConfig) -> StepTimeFloor | None:
         kv_dtype=emulation.kv_dtype,
     )
     source = f"one sequence alone, {emulation.model} on {emulation.tp} x {emulation.gpu}"
-    return StepTimeFloor(times, source, emulation.time_scale)
+    return StepTimeFloor(times, source)
 
 
 class MeasuredFloor:

@@ -18,10 +18,10 @@ resumes. An end that has begun is not taken back: machines that do not answer ar
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 
+from baton import clock
 from baton.errors import InvalidRequest, Unavailable
 from baton.log import get_log
 from baton.request import Role
@@ -54,7 +54,7 @@ class Levers:
         scaler: PoolScaler,
         gpus_per_worker: int,
         waits: Waits = Waits(),
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self._controller = controller
         self._scaler = scaler

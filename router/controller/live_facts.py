@@ -6,7 +6,6 @@ process's monotonic clock. On emulated GPUs step times are known before anything
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 from baton.config import ClusterConfig, EngineConfig
@@ -101,12 +100,10 @@ class LiveFacts:
             state = _state(member, view)
             before = since.get(member.worker_id)
             self._since[member.worker_id] = before if before is not None and before[0] is state else (state, now_s)
-            found.append(self._worker(member, view, state, now_s))
+            found.append(self._worker(member, view, state))
         return found
 
-    def _worker(self, member: Member, view: WorkerView | None, state: State, now_s: float) -> WorkerFacts:
-        """Nobody notes when a report came, so its load is dated now: it is at most as old as a Session may be silent, since one
-        that is silent for longer is lost, and its view with it."""
+    def _worker(self, member: Member, view: WorkerView | None, state: State) -> WorkerFacts:
         blueprint = self._blueprints[member.role]
         most = tuning_of(view.opened.most) if view and view.opened.HasField("most") else blueprint.most
         return WorkerFacts(
@@ -119,7 +116,7 @@ class LiveFacts:
             kv_tokens=view.opened.num_blocks * view.opened.block_size if view else blueprint.kv_tokens,
             tuning=tuning_of(view.load) if view and view.load.max_num_seqs else member.tuning or most,
             most=most,
-            load=load_of(view.load, now_s, view.opened.block_size) if view else None,
+            load=load_of(view.load, view.load_s, view.opened.block_size) if view else None,
             serves=not member.draining,
             leaves=not member.draining or not member.stays,
             stands_by=member.after_drain is AfterDrain.STANDBY,
@@ -173,14 +170,12 @@ def _most(engine: EngineConfig) -> Tuning:
 
 
 def _emulated_steps(cluster: ClusterConfig) -> Mapping[Role, Terms]:
-    """What steps of emulated GPUs take, on the slowed clock; nothing where they are real."""
+    """What steps of emulated GPUs take; nothing where they are real."""
     if not cluster.emulation.gpu:
         return {}
-    terms, scale = roofline_of(cluster.emulation), cluster.emulation.time_scale
-    slow = Terms(*(scale * value for value in dataclasses.astuple(terms)))
-    return dict.fromkeys(Role, slow)
+    return dict.fromkeys(Role, roofline_of(cluster.emulation))
 
 
 def _network_bytes_per_s(model: EmulatedModel) -> float:
     """Each GPU sends its own part of the KV on its own card."""
-    return model.num_kv_shares * model.gpu.nic_bytes_per_s / model.config.time_scale
+    return model.num_kv_shares * model.gpu.nic_bytes_per_s

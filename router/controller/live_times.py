@@ -7,6 +7,7 @@ A few medians ago is of other conditions, so only the last KEPT count; until the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,14 @@ class LiveTimes:
             self.configured,
             start_up_s=max(LEAST_S, median(self._start_ups_s)) if self._start_ups_s else self.configured.start_up_s,
         )
+
+    def kept(self) -> tuple[float, ...]:
+        """Start-ups that were measured, oldest first."""
+        return tuple(self._start_ups_s)
+
+    def restore(self, start_ups_s: Iterable[float]) -> None:
+        """Those of an earlier process; what cannot be one is left out."""
+        self._start_ups_s.extend(seconds for seconds in start_ups_s if 0.0 <= seconds < math.inf)
 
     def look(self, members: Iterable[Member], loads: Mapping[str, worker_pb2.Load], now_s: float) -> None:
         """`loads`: what workers that are there last said of themselves."""

@@ -6,8 +6,7 @@
     3. connect to Ray as its only driver and create the worker actors, in parallel; GET /admin/v1/workers shows how far that is.
        A controller that was killed left its actors running: its successor finds them by name, and the fleet in a file
     4. SIGTERM or SIGINT: stop the actors, close, exit 0
-A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it. What runs
-for ever beside it and ends by a defect is logged and begun again.
+A worker that cannot be started is a `failed` member with a one-line reason; the process lives on and answers for it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,22 +29,23 @@ from typing import TYPE_CHECKING
 import grpc
 import uvicorn
 
-from baton import grpc_wakeups
+from baton import clock, grpc_wakeups
 from baton.config import ClusterConfig, ControllerConfig
 from baton.config_load import from_json
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.keepalive import SERVER_OPTIONS
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust
-from baton.scaled_clock import slowed
 from baton.slo import DEFAULT_CLASSES
 from baton.v1 import control_pb2_grpc
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import TokenFiles
+from router.controller.background import Background
 from router.controller.control_service import ControlService
 from router.controller.control_store import ControlStore, database_of
 from router.controller.controller import Controller
 from router.controller.fleet_store import Fleets, FleetStore
+from router.controller.holder import this_process
 from router.controller.kube.seeds import put_values_in_force, seeded_budget, seeded_classes
 from router.controller.lease import Lease
 from router.controller.live_control import LiveControl
@@ -65,7 +64,7 @@ log = get_log("controller.main")
 TOKENS_FILE = "tokens.json"  # in the run folder, mode 0600: {name: {"role": ..., "secret": ...}}
 FLEET_FILE = "fleet.json"  # in the run folder, for the next controller of the same run
 RATES_FILE = "rates.json"  # likewise
-_AGAIN_S = 5.0  # a defect that stays is a line each five seconds, not a busy loop
+MEMORY_FILE = "memory.json"  # likewise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = from_json(ClusterConfig, args.config.read_text(encoding="utf-8"))
         configure("controller", cluster.controller.log_level)
-        asyncio.run(_serve(cluster))
+        clock.slow_down(cluster.emulation.time_scale)
+        clock.run(_serve(cluster))
     except BatonError as error:
         print(f"controller: {error.message}", file=sys.stderr)
         return 1
@@ -95,22 +95,21 @@ async def _serve(cluster: ClusterConfig) -> None:
     tokens = TokenFiles(run_dir / TOKENS_FILE, config.admin_tokens_file)
     database = database_of(config.database, run_dir)
     sizes = {role.name.lower(): size for role, size in sizes_of(cluster).items()}
-    classes = tuple(slowed(slo, cluster.emulation.time_scale) for slo in DEFAULT_CLASSES)
-    classes = seeded_classes(cluster.kubernetes, classes)
+    classes = seeded_classes(cluster.kubernetes, DEFAULT_CLASSES)
     documents = kube.documents if kube else None
     store = await asyncio.to_thread(ControlStore, database, time.time, sizes, classes, documents)
     fleets: Fleets = kube.fleets if kube else FleetStore(run_dir / FLEET_FILE)
     is_new = (await asyncio.to_thread(fleets.load)).is_new
     await asyncio.to_thread(_begin, store, cluster, classes, is_new=is_new)
     rates = RateStore(run_dir / RATES_FILE)
-    controller = Controller(config, store, fleets, trust, cluster.emulation, rates)
+    lease = kube.lease if kube else await asyncio.to_thread(Lease, database, "autoscaler", this_process())
+    controller = Controller(config, store, fleets, trust, cluster.emulation, rates, lease)
     # A taken port is an error, not a second listener, unless it is held for this process.
     control = grpc.aio.server(options=[("grpc.so_reuseport", int(config.shared_ports)), *SERVER_OPTIONS])
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller, trust), control)
     control_address = f"{config.host}:{_bind_control(control, trust, config.host, config.control_port)}"
     fleet = kube.machines(controller) if kube else RayFleet(controller, cluster, control_address)
-    lease = kube.lease if kube else Lease(database, "autoscaler", secrets.token_hex(8))
-    live = LiveControl(controller, cluster, fleet, lease)
+    live = LiveControl(controller, cluster, fleet, lease, run_dir / MEMORY_FILE)
     await control.start()
     listener = _bind_admin(config)
     planner = live.planner
@@ -128,20 +127,17 @@ async def _serve(cluster: ClusterConfig) -> None:
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     _say_ready(control_address, listener.getsockname()[1])
 
-    for_ever: dict[str, Callable[[], Awaitable[None]]] = {
-        "workers": fleet.start_and_revive,
-        "autoscaler": live.loop.run,
-        "planner": live.plan,
-        "local prefill": partial(hand_back, controller, planner),
-    }
+    background = Background(controller.task_failures)
+    background.keep("workers", fleet.start_and_revive)
+    background.keep("autoscaler", live.loop.run)
+    background.keep("planner", live.plan)
+    background.keep("save memory", live.memory.run)
+    background.keep("local prefill", partial(hand_back, controller, planner))
     if kube is not None:
-        for_ever["cluster"] = kube.look_after
-        for_ever["lease"] = partial(kube.until_lost, stop)
-    tasks = [asyncio.create_task(_keep_running(name, run), name=name) for name, run in for_ever.items()]
+        background.keep("cluster", kube.look_after)
+        background.keep("lease", partial(kube.until_lost, stop))
     await stop.wait()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await background.end()
     await live.close()
     await fleet.stop()
     await controller.close()
@@ -151,16 +147,6 @@ async def _serve(cluster: ClusterConfig) -> None:
     if kube is not None:
         kube.close()
     database.close()
-
-
-async def _keep_running(name: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Until cancelled, or until it returns."""
-    while True:
-        try:
-            return await run()
-        except Exception:  # this process's boundary: nobody awaits what runs beside it, so nobody else would tell
-            log.exception("background_task_failed", task=name, again_in_s=_AGAIN_S)
-            await asyncio.sleep(_AGAIN_S)
 
 
 def _platform(cluster: ClusterConfig) -> Platform | None:

@@ -11,6 +11,7 @@ Instants come in, on one clock that never goes back.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.config import EmulationConfig
@@ -18,8 +19,8 @@ from engine.timing.step_time import step_time
 from router.controller.arrivals import TICK_S, Forecast, Forecaster
 from router.controller.observer import FleetView, Observer
 from router.controller.rate_store import SavedRates
-from router.controller.step_model import StepModel, Terms, terms_of
-from router.controller.step_samples import StepSamples, StepTotals
+from router.controller.step_model import KeptSteps, StepModel, Terms, terms_of
+from router.controller.step_samples import Kinds, StepSamples
 from router.windows import RouterWindows
 
 SILENT_TICKS = 360  # an hour; a class that had no call for so long is forgotten, and begins anew
@@ -62,11 +63,23 @@ class Measures:
         self.advance(now_s)
         self._observer.heard(router_id, windows, now_s)
 
-    def sampled(self, worker_id: str, epoch: int, role: str, totals: StepTotals, now_s: float) -> None:
-        if sample := self._samples.take(worker_id, epoch, totals, now_s):
+    def sampled(self, worker_id: str, epoch: int, role: str, kinds: Kinds, now_s: float) -> None:
+        """`kinds`: a worker's totals, of steps of one kind each."""
+        for work, step_s in self._samples.take(worker_id, epoch, kinds, now_s):
             if role not in self.steps:
                 self.steps[role] = StepModel(self._roofline)
-            self.steps[role].observe(*sample)
+            self.steps[role].observe(work, step_s)
+
+    def kept_steps(self) -> dict[str, KeptSteps]:
+        """By role, of those that have learned something."""
+        return {role: kept for role, model in self.steps.items() if (kept := model.kept()) is not None}
+
+    def restore_steps(self, kept: Mapping[str, KeptSteps]) -> None:
+        """Of an earlier process. Raises: ValueError: nobody can have learned that; nothing has changed then."""
+        restored = {role: StepModel(self._roofline) for role in kept}
+        for role, model in restored.items():
+            model.restore(kept[role])
+        self.steps.update(restored)
 
     def advance(self, now_s: float) -> None:
         """Close the ticks that are over."""

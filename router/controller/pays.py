@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from baton.request import Role
@@ -197,7 +197,7 @@ class Pays:
         measured: Callable[[], Measured],
         apart_tokens: int,
         budget_s: float,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self.verdict: Verdict | None = None  # the newest
         self.reason = "nothing was simulated yet"  # why the last look found no verdict; "" = it did

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from baton import clock
 from baton.config import ClusterConfig
 from baton.log import get_log
 from baton.request import Role
@@ -48,13 +49,13 @@ class Planner:
 
     def measured(self) -> Measured:
         """Now."""
-        now_s, controller = time.monotonic(), self._controller
+        now_s, controller = clock.now_s(), self._controller
         models = controller.measures.steps.items()
         return Measured(
             facts=self._facts(now_s),
             windows=controller.measures.view(now_s).classes,
             errors={Role[name.upper()]: model.error for name, model in models if model.error is not None},
-            is_settled=self._now_unix_s() - controller.slo.at_unix_s >= WINDOW_S,
+            is_settled=clock.here_s(self._now_unix_s() - controller.slo.at_unix_s) >= WINDOW_S,
         )
 
     async def run(self) -> None:

@@ -17,6 +17,7 @@ import sys
 
 from pydantic import ValidationError
 
+from baton import clock
 from baton.errors import Unavailable
 from baton.log import get_log
 from router.controller.what_if import ANSWER, QUESTION, Answer, Question
@@ -60,7 +61,7 @@ class PlannerProcess:
         """Raises: Unavailable."""
         timeout_s = question.budget_s + START_S
         try:
-            async with asyncio.timeout(2 * timeout_s), self._turn:  # one that runs, and one's own
+            async with asyncio.timeout(clock.here_s(2 * timeout_s)), self._turn:  # one that runs, and one's own
                 return await self._run(QUESTION.dump_json(question), timeout_s)
         except TimeoutError:
             raise Unavailable("the planner is busy with other questions", retry_after_s=timeout_s) from None
@@ -74,7 +75,7 @@ class PlannerProcess:
             raise _cannot_run(error) from error
         try:
             _confine(process.pid, timeout_s)
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(clock.here_s(timeout_s)):
                 answer, errors = await process.communicate(question)
         except TimeoutError:
             raise Unavailable(f"the planner did not answer within {timeout_s:g} s") from None

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError
 from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain, GiveUp, Undrain, Wake
 from router.controller.controller import Controller
 from router.controller.decisions import Decision
 from router.controller.fleet_state import DRAINING, STANDBY, STARTING, AfterDrain, Member
-from router.controller.lease import LEASE_S
+from router.controller.lease import Leadership
 from router.controller.levers import Levers, describe, lever_of
 
 
@@ -35,14 +35,14 @@ class PoolOrders:
         levers: Levers,
         shape_of: Callable[[Role], str],
         record: Callable[[Decision], Awaitable[None]],
-        leads: Callable[[], bool] = lambda: True,
+        leadership: Leadership,
     ) -> None:
-        """`shape_of`: of a new worker. `record`: writes a decision down. `leads`: whether this controller is the one to act."""
+        """`shape_of`: of a new worker. `record`: writes a decision down. `leadership`: whether this controller is to act."""
         self._controller = controller
         self._levers = levers
         self._shape_of = shape_of
         self._record = record
-        self._leads = leads
+        self._leadership = leadership
 
     async def carry_out(self, act: Act, order: Order) -> str:
         """Returns what was done. Raises: BatonError: as Levers.pull, or Unavailable: another controller leads."""
@@ -53,7 +53,7 @@ class PoolOrders:
         settings = self._controller.in_force.settings.revision.value
         reason, inputs = order.reason or f"asked for by {order.who}", {"who": order.who}
         try:
-            self._check_leads()
+            self._leadership.check()
             done = await self._levers.pull_alone(act, settings.budget)
         except BatonError as error:
             refused = {**inputs, "not_done": error.message}
@@ -66,7 +66,7 @@ class PoolOrders:
         """Bring a pool to a size; what was done, in order. Raises: BatonError: what came before it holds, and is said."""
         done: list[str] = []
         async with self._levers.alone:
-            self._check_leads()
+            self._leadership.check()
             for act in self.acts(role, num_workers):
                 try:
                     done.append(await self._carry_out_alone(act, order))
@@ -74,13 +74,6 @@ class PoolOrders:
                     error.message += f" (done so far: {', '.join(done)})" if done else ""
                     raise
         return done
-
-    def _check_leads(self) -> None:
-        """Raises: Unavailable."""
-        if not self._leads():
-            raise Unavailable(
-                "this controller does not lead (yet): another one may act on this database", retry_after_s=LEASE_S
-            )
 
     def acts(self, role: Role, num_workers: int) -> list[Act]:
         """The cheapest way to a size: back from draining, woken, created; or, the youngest first, not started, drained."""

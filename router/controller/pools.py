@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from baton import clock
 from baton.config import WorkerConfig
 from baton.config_load import to_json
 from baton.errors import ConfigError, WorkerLost
@@ -58,9 +58,11 @@ class RayPools:
                 logging_level=logging.ERROR,
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError) as error:
-            ray.shutdown()
-            raise ConnectionError(f"Ray is away: {_cause(error)}") from error
+        except BaseException as error:
+            ray.shutdown()  # half a connection would be in the way of the next one
+            if isinstance(error, ConnectionError | RuntimeError):
+                raise ConnectionError(f"Ray is away: {_cause(error)}") from error
+            raise
 
     def check_fits(self, num_workers: int) -> None:
         """Compare what the workers need with what Ray has, before asking it to wait for the impossible.
@@ -84,12 +86,12 @@ class RayPools:
             ConfigError: it cannot be placed, or its own start failed; one line says why.
             WorkerLost: it died while starting.
         """
-        deadline_s = time.monotonic() + self._placement.start_timeout_s
+        deadline_s = clock.now_s() + self._placement.start_timeout_s
         try:
             actor = self._create(config)
             if config.worker_id in self._ended:
                 ray.kill(actor, no_restart=True)
-            return str(ray.get(actor.address.remote(), timeout=max(0.0, deadline_s - time.monotonic())))
+            return str(ray.get(actor.address.remote(), timeout=clock.real_s(max(0.0, deadline_s - clock.now_s()))))
         except GetTimeoutError:
             raise ConfigError(
                 self._timeout_reason(config.worker_id), field="controller.worker_start_timeout_s"

@@ -79,10 +79,18 @@ class RayActors:
 
     async def connect(self, num_workers: int = 0) -> None:
         """`num_workers`: that have to fit. Raises: BatonError: they do not; Unavailable: Ray is away."""
-        pools = await self._ask(self._calls, "connect", lambda: self._connect(self._cluster))
-        if num_workers:
-            await self._ask(self._calls, "check_fits", lambda: pools.check_fits(num_workers))
-        self._pools = pools
+        self._pools = await self._ask(self._calls, "connect", lambda: self._connected(num_workers))
+
+    def _connected(self, num_workers: int) -> Pools:
+        """On a thread. Ray takes one connection at a time, so one that is of no use is closed."""
+        pools = self._connect(self._cluster)
+        try:
+            if num_workers:
+                pools.check_fits(num_workers)
+        except BaseException:
+            pools.close()
+            raise
+        return pools
 
     def is_starting(self, worker_id: str) -> bool:
         return worker_id in self._starting

@@ -90,6 +90,15 @@ def terms_of(step_time: StepTime) -> Terms:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSteps:
+    """What a StepModel has learned, for the next process."""
+
+    roofline: tuple[float, ...]  # [5]
+    normal: tuple[tuple[float, ...], ...]  # [5, 5]
+    right: tuple[float, ...]  # [5]
+
+
 class StepModel:
     """Of workers that are alike: one role on one shape."""
 
@@ -122,6 +131,24 @@ class StepModel:
     def step_s(self, work: StepWork) -> float:
         return self.terms.step_s(work)
 
+    def kept(self) -> KeptSteps | None:
+        """None: nothing is learned yet."""
+        if self._first is not None:
+            return None
+        normal = tuple(tuple(row) for row in self._normal.tolist())
+        return KeptSteps(tuple(self._roofline.tolist()), normal, tuple(self._right.tolist()))
+
+    def restore(self, kept: KeptSteps) -> None:
+        """Go on from there; its error is judged anew. Raises: ValueError: nobody can have learned that."""
+        roofline, normal, right = (np.array(part, dtype=float) for part in (kept.roofline, kept.normal, kept.right))
+        if (roofline.shape, normal.shape, right.shape) != ((5,), (5, 5), (5,)):
+            raise ValueError("a step model has five terms")
+        if not (all(np.isfinite(part).all() for part in (roofline, normal, right)) and (roofline > 0).all()):
+            raise ValueError("a step model holds a number that is none, or a roofline that is not positive")
+        self._roofline, self._normal, self._right, self._first = roofline, normal, right, None
+        self.num_samples = MIN_SAMPLES
+        self._solve()
+
     def observe(self, work: StepWork, step_s: float) -> None:
         """Learn from a step, or from the mean of some."""
         if not (work.is_possible and 0 < step_s <= MAX_STEP_S):  # NaN fails, too
@@ -133,7 +160,9 @@ class StepModel:
             return
         expected_s = self.step_s(work)
         self._errors.append(abs(step_s - expected_s) / step_s)
-        self._learn(work, min(expected_s * MAX_RATIO, max(expected_s / MAX_RATIO, step_s)))
+        if expected_s:  # 0: of such work nothing is known, so nothing is absurd
+            step_s = min(expected_s * MAX_RATIO, max(expected_s / MAX_RATIO, step_s))
+        self._learn(work, step_s)
         if self.num_samples % SOLVE_EACH == 0:
             self._solve()
             if self.error is not None and self.error > HOPELESS:

@@ -22,6 +22,7 @@ from bench.flow_back import (
     parse_agentic,
     replay,
 )
+from bench.traces import TraceError
 from router.flow_back import best
 
 ROOMY = replace(PROFILES[0], pool_tokens=10_000_000)
@@ -114,3 +115,31 @@ def test_the_trace_is_read_in_order_and_a_missing_one_is_said(
         out.writelines(f"{json.dumps(row)}\n" for row in rows)
     assert main(path) == 0
     assert "4 requests, 2 sessions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"t": -1.0}, "line 2: t"),
+        ({"t": "soon"}, "line 2: t"),
+        ({"in": 0}, "line 2: in"),
+        ({"in": None}, "line 2: in"),
+        ({"out": -5}, "line 2: out"),
+        ({"p": 1.5}, "line 2: p"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused_by_line_and_field(
+    change: dict[str, object], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row: dict[str, object] = {"s": "a", "t": 1.0, "in": 200, "out": 50, "p": 0}
+    path = tmp_path / "trace.jsonl.gz"
+    with gzip.open(path, "wt") as out:
+        out.writelines(f"{json.dumps(one)}\n" for one in (row, row | change))
+    assert main(path) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_session_whose_time_goes_back_is_refused() -> None:
+    rows = [{"s": "a", "t": t, "in": 200, "out": 50, "p": 0} for t in (5.0, 4.0)]
+    with pytest.raises(TraceError, match="line 2: t"):
+        parse_agentic(map(json.dumps, rows))

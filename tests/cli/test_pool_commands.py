@@ -3,69 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
-import socket
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
+from fastapi import FastAPI
 
 from baton.errors import ConfigError
 from cli.main import main
 from cli.options import add_config_flags, load_config
-from cli.run_folder import ClusterRecord, RunFolder
-from router.controller.admin_tokens import read_drawn
+from router.controller.admin_tokens import Token
 from router.controller.settings import Budget, ControlSettings, Mode, began
+from tests.cli.admin_rig import Admin, admin_endpoint
 from tests.controller.control_rig import Machines, life
-
-START_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Admin:
-    port: int
-
-    def baton(self, *words: str) -> int:
-        return main([*words, "--admin-port", str(self.port)])
 
 
 @pytest.fixture
 def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Admin]:
     """One decode and one prefill worker, mode frozen."""
-    monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    folder = RunFolder(port)
-    folder.path.mkdir(parents=True)
-    folder.write_secrets()
-    folder.write_record(ClusterRecord(os.getpid(), "127.0.0.1", 0, 0, port, {}))
-    servers: list[uvicorn.Server] = []
-    ready = threading.Event()
 
-    async def serve() -> None:
+    @asynccontextmanager
+    async def serve(tokens: Sequence[Token]) -> AsyncIterator[FastAPI]:
         machines = Machines()
         async with life(tmp_path, machines, Mode.FROZEN) as rig:
             await rig.worker("decode-0")
             await rig.worker("prefill-0", "prefill")
-            app = rig.app(read_drawn(folder.tokens_file))
-            servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")))
-            ready.set()
-            await servers[0].serve(sockets=[listener])
+            yield rig.app(tokens)
         await machines.stop_all()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(START_S)
-    yield Admin(port)
-    servers[0].should_exit = True
-    thread.join(START_S)
-    listener.close()
+    with admin_endpoint(tmp_path, monkeypatch, serve) as endpoint:
+        yield endpoint
 
 
 def test_pools_are_shown_ordered_and_explained(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:

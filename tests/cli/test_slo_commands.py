@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import socket
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
+from fastapi import FastAPI
 
 from baton.config import ClusterConfig, ControllerConfig
 from cli.main import main
-from cli.run_folder import ClusterRecord, RunFolder
 from router.controller.admin_api import make_app
-from router.controller.admin_tokens import Token, read_drawn
+from router.controller.admin_tokens import Token
 from router.controller.control_store import ControlStore
 from router.controller.controller import Controller
 from router.controller.database import SQLite
+from tests.cli.admin_rig import Admin, admin_endpoint
 
-START_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Admin:
-    port: int
-    folder: Path
-
-    def baton(self, *words: str) -> int:
-        return main([*words, "--admin-port", str(self.port)])
+ANN = Token.of("ann", "operator", "ann-secret")
 
 
 @pytest.fixture
 def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Admin]:
-    monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    folder = RunFolder(port)
-    folder.path.mkdir(parents=True)
-    folder.write_secrets()
-    folder.write_record(ClusterRecord(os.getpid(), "127.0.0.1", 0, 0, port, {}))
-    tokens = (*read_drawn(folder.tokens_file), Token.of("ann", "operator", "ann-secret"))
-    servers: list[uvicorn.Server] = []
-    ready = threading.Event()
-
-    async def serve() -> None:
-        store = ControlStore(SQLite(tmp_path / "slo.sqlite"), lambda: 1e9)
-        controller = Controller(ControllerConfig(), store)
-        app = make_app(controller, ClusterConfig(), lambda: tokens)
-        servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")))
-        ready.set()
-        await servers[0].serve(sockets=[listener])
+    @asynccontextmanager
+    async def serve(tokens: Sequence[Token]) -> AsyncIterator[FastAPI]:
+        controller = Controller(ControllerConfig(), ControlStore(SQLite(tmp_path / "slo.sqlite"), lambda: 1e9))
+        yield make_app(controller, ClusterConfig(), lambda: (*tokens, ANN))
         await controller.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(START_S)
-    yield Admin(port, tmp_path)
-    servers[0].should_exit = True
-    thread.join(START_S)
-    listener.close()
+    with admin_endpoint(tmp_path, monkeypatch, serve) as endpoint:
+        yield endpoint
 
 
 def test_targets_are_read_changed_tried_and_rolled_back(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,6 @@ from router.controller.live_times import LiveTimes
 from router.controller.pool_orders import PoolOrders
 from router.controller.pool_scaler import PoolSize
 from router.controller.settings import ControlSettings, Mode
-from router.series import Registry
 from tests.controller.stand_in_server import StandInServer
 
 SHAPE = "cpu"
@@ -123,13 +122,11 @@ class ScriptedScaler:
 class Rig:
     """One life of a controller that acts."""
 
-    def __init__(
-        self, folder: Path, machines: Machines, controller: Controller, tick_s: float, holder: str, waits: Waits
-    ) -> None:
+    def __init__(self, machines: Machines, controller: Controller, tick_s: float, lease: Lease, waits: Waits) -> None:
         self.machines = machines
         self.controller = controller
         self.scaler = ScriptedScaler()
-        self.registry = Registry()
+        self.registry = controller.registry
         self.levers = Levers(controller, machines, gpus_per_worker=1, waits=waits)
         times = Times(tick_s=tick_s)
         self.live_times = LiveTimes(times)
@@ -142,11 +139,11 @@ class Rig:
             self.facts,
             self.scaler,
             self.live_times,
-            Lease(SQLite(folder / "slo.sqlite"), "autoscaler", holder),
+            lease,
             self.registry,
             look_s=0.05,
         )
-        self.orders = PoolOrders(controller, self.levers, shape_of, self.loop.record, lambda: self.loop.leads)
+        self.orders = PoolOrders(controller, self.levers, shape_of, self.loop.record, lease)
 
     def app(self, tokens: Sequence[Token]) -> FastAPI:
         """Its admin endpoint."""
@@ -219,13 +216,15 @@ async def life(
 ) -> AsyncIterator[Rig]:
     """Of a controller, from its start to its end; its workers stay. `port`: of a successor that workers are to find."""
     store = ControlStore(SQLite(folder / "slo.sqlite"), now_unix_s=lambda: 7.0)
-    controller = Controller(ControllerConfig(heartbeat_s=0.1), store, FleetStore(folder / "fleet.json"))
+    lease = Lease(SQLite(folder / "slo.sqlite"), "autoscaler", holder)
+    fleets = FleetStore(folder / "fleet.json")
+    controller = Controller(ControllerConfig(heartbeat_s=0.1), store, fleets, leadership=lease)
     server = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), server)
     machines.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     machines.controller = controller
     await server.start()
-    rig = Rig(folder, machines, controller, tick_s, holder, waits)
+    rig = Rig(machines, controller, tick_s, lease, waits)
     if controller.in_force.settings.revision.value.mode is not mode:
         await rig.mode(mode)
     running = asyncio.create_task(rig.loop.run())

@@ -235,8 +235,8 @@ async def test_emulated_gpus_have_the_floor_of_their_timing_model(lite: Database
     times = step_time("h100", "llama-3.1-70b", 8)
     async with operator(lite, config=config) as admin:
         floor = (await admin.get("/admin/v1/slo")).json()["floor"]
-        assert floor["tpot_ms"] == pytest.approx(1e4 * times.decode_steps_s(1, 1, 1))
-        assert floor["ttft_ms"] == pytest.approx(1e4 * times.step_s(Batch(((1, 0),), 0, 0)))
+        assert floor["tpot_ms"] == pytest.approx(1e3 * times.decode_steps_s(1, 1, 1))
+        assert floor["ttft_ms"] == pytest.approx(1e3 * times.step_s(Batch(((1, 0),), 0, 0)))
         below = await admin.patch("/admin/v1/slo/batch", json={"tpot_ms": floor["tpot_ms"] * 0.99}, headers=ANY)
         assert (below.status_code, error_of(below)["code"]) == (422, "infeasible")
         assert "llama-3.1-70b on 8 x h100" in error_of(below)["message"]

@@ -170,3 +170,35 @@ async def test_metrics_are_open_and_an_empty_pool_is_a_zero(rig: Rig, admin: htt
     assert 'baton_pool_size{role="prefill",state="ready"} 0.0' in page
     assert "baton_autoscaler_last_tick_seconds " in page
     assert "baton_autoscaler_is_leader 1.0" in page
+
+
+async def test_of_two_controllers_the_one_that_does_not_lead_answers_503_to_every_order_and_says_who_does(
+    tmp_path: Path, rig: Rig
+) -> None:
+    machines = Machines()
+    async with life(tmp_path, machines, Mode.FROZEN, holder="second") as second:
+        await second.worker("decode-0")
+        transport = httpx.ASGITransport(second.app(TOKENS))
+        bearer = {"authorization": "Bearer op-secret"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=bearer) as admin:
+            role: dict[str, object] = {"role": "prefill"}
+            tuning: dict[str, object] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "chunk_tokens": 64}
+            orders: dict[str, dict[str, object]] = {
+                "workers/decode-0:drain": {},
+                "workers/decode-0:undrain": {},
+                "workers/decode-0:set_role": role,
+                "workers/decode-0:flip": role,
+                "workers/decode-0:standby": {},
+                "workers/decode-0:wake": role,
+                "workers/decode-0:end": {},
+                "workers/decode-0:tune": tuning,
+                "pools/decode:scale": {"workers": 3},
+            }
+            for path, body in orders.items():
+                answer = await admin.post(f"/admin/v1/{path}", json=body)
+                assert answer.status_code == 503, (path, answer.text)
+                assert "does not lead: first does" in answer.json()["error"]["message"]
+                assert 1 <= int(answer.headers["retry-after"]) <= 14
+            assert (await pools(admin))["autoscaler"]["leads"] is False
+        assert second.state("decode-0") == READY
+    await machines.stop_all()

@@ -164,7 +164,7 @@ def test_steps_are_learned_per_role_from_what_workers_report() -> None:
     for second in range(int(WARM_UP_S) + 60):
         for worker, role, step_s in (("p0", "prefill", 0.3), ("d0", "decode", 0.02)):
             totals = StepTotals(10 * second, 10 * second * step_s, 1_000 * second, 0, 0)
-            measures.sampled(worker, 1, role, totals, float(second))
+            measures.sampled(worker, 1, role, (totals,), float(second))
     work = StepWork(100.0)
     assert measures.steps["prefill"].step_s(work) == pytest.approx(0.3, rel=0.05)
     assert measures.steps["decode"].step_s(work) == pytest.approx(0.02, rel=0.05)

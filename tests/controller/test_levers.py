@@ -345,3 +345,27 @@ async def test_who_does_not_lead_takes_no_orders(tmp_path: Path, machines: Machi
         with pytest.raises(Unavailable, match="does not lead"):
             await second.orders.scale(Role.DECODE, 1, ANN)
         assert second.ids() == []
+
+
+async def test_who_does_not_lead_tells_workers_nothing_by_whatever_way(
+    tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "_MEASURE_S", 0.02)  # and what is wanted is told again
+    others = Machines()
+    async with life(tmp_path, machines, Mode.FROZEN), life(tmp_path, others, Mode.FROZEN, holder="second") as second:
+        worker, controller = await second.worker("decode-0"), second.controller
+        orders = (
+            controller.drain("decode-0", True),
+            controller.drain("decode-0", False),
+            controller.set_role("decode-0", Role.PREFILL),
+            controller.tune("decode-0", SMALL),
+        )
+        for order in orders:
+            with pytest.raises(Unavailable, match="does not lead: first does"):
+                await order
+        member = controller.fleet.get("decode-0")
+        assert (member.draining, member.role, member.tuning) == (False, Role.DECODE, None)
+        controller.fleet.want_tuning("decode-0", SMALL)  # as from a file that is old by now
+        await asyncio.sleep(0.2)
+        assert worker.heard_tunes == []
+    await others.stop_all()

@@ -236,6 +236,59 @@ async def test_ray_that_cannot_be_connected_to_is_asked_again(
     await fleet.stop()
 
 
+async def test_a_connection_to_a_ray_that_is_too_small_is_closed_before_the_next_one(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
+    num_open = num_asked = 0
+
+    class Small(FakeRay):
+        def check_fits(self, num_workers: int) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked < 3:
+                raise ConfigError("Ray cannot place 4 workers")
+
+        def close(self) -> None:
+            nonlocal num_open
+            num_open -= 1
+
+    def connect(_: ClusterConfig) -> FakeRay:
+        nonlocal num_open
+        assert num_open == 0, "as ray.init, which refuses to be called twice"
+        num_open += 1
+        return Small()
+
+    fleet = RayFleet(controller, CLUSTER, "127.0.0.1:1", connect)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: num_asked == 1 and controller.fleet.get("decode-0").state == FAILED)
+    assert controller.fleet.get("decode-0").reason == "Ray cannot place 4 workers"
+    await until(lambda: num_asked == 3)
+    await fleet.scale_down("decode-0")
+    running.cancel()
+    await fleet.stop()
+    assert num_open == 0
+
+
+@pytest.mark.parametrize("raised", [ConnectionError("away"), RuntimeError("half"), TimeoutError("no answer")])
+def test_a_connection_to_ray_that_fails_is_closed_whatever_it_failed_by(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    num_closed = 0
+
+    def init(**_: object) -> None:
+        raise raised
+
+    def shutdown() -> None:
+        nonlocal num_closed
+        num_closed += 1
+
+    monkeypatch.setattr(pools, "ray", SimpleNamespace(init=init, shutdown=shutdown))
+    with pytest.raises((ConnectionError, TimeoutError), match=str(raised)):
+        RayPools("", "", Placement(1.0, "a:B", 5.0, ""))
+    assert num_closed == 1
+
+
 async def test_a_lost_worker_is_brought_back_while_another_one_s_start_takes_long(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,11 +53,9 @@ class StepsOf:
         return num_steps * self._step_s
 
 
-def runner(time: FakeTime, steps: StepsOf, time_scale: float = 1.0) -> EmulatedRunner:
-    return EmulatedRunner(
-        LAYOUT, 64, steps, vocab_size=VOCAB_SIZE, eos_token_ids=EOS, time_scale=time_scale,
-        pace=Pace(time.clock, time.sleep),
-    )  # fmt: skip
+def runner(time: FakeTime, steps: StepsOf) -> EmulatedRunner:
+    pace = Pace(time.clock, time.sleep)
+    return EmulatedRunner(LAYOUT, 64, steps, vocab_size=VOCAB_SIZE, eos_token_ids=EOS, pace=pace)
 
 
 def prompt_entry(seq: int, prompt: list[int], blocks: list[int], start: int = 0, end: int | None = None) -> BatchEntry:
@@ -73,10 +71,10 @@ def decode_entry(seq: int, prompt: list[int], output: list[int], blocks: list[in
     )
 
 
-def test_a_step_lasts_what_the_timing_module_says_times_the_scale() -> None:
+def test_a_step_lasts_what_the_timing_module_says() -> None:
     time, steps = FakeTime(), StepsOf()
-    runner(time, steps, time_scale=10).run(Batch([prompt_entry(1, list(range(20)), [0, 1])]))
-    assert time.slept_s == [pytest.approx(10 * STEP_S)]
+    runner(time, steps).run(Batch([prompt_entry(1, list(range(20)), [0, 1])]))
+    assert time.slept_s == [pytest.approx(STEP_S)]
 
 
 def test_the_timing_module_is_asked_about_the_very_batch() -> None:

@@ -110,6 +110,20 @@ def test_what_steps_computed_and_took_is_counted_for_whoever_models_their_time()
     assert load.context_tokens == 101 + 102
 
 
+def test_steps_with_prompts_are_also_counted_on_their_own_with_the_decodes_that_they_hold() -> None:
+    ticks = iter(float(n) for n in range(1_000))
+    rig = Rig(config=EngineConfig(chunk_tokens=64), clock_s=lambda: next(ticks))
+    rig.engine.add(make_request(1, 20, max_tokens=4), 0.0)
+    rig.step()
+    rig.engine.add(make_request(2, 100, max_tokens=2), 0.0)
+    rig.run()
+    load = rig.engine.load()
+    assert (load.num_prompt_steps, load.prompt_steps_busy_s) == (3, 3.0)  # 20; 64 and 36, each beside a decode
+    assert load.prompt_steps_tokens == 20 + 100 + 2
+    assert load.prompt_steps_context_tokens == 21 + 22
+    assert (load.num_steps, load.step_tokens) == (4, 20 + 100 + 2 + 2)
+
+
 # --- stops ---
 
 

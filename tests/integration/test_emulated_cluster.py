@@ -38,8 +38,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def emulated_ms(batch: Batch) -> float:
-    """What a step takes on this machine's clock."""
-    return 1e3 * EMULATION.time_scale * emulated_model(EMULATION).step_time().step_s(batch)
+    return 1e3 * emulated_model(EMULATION).step_time().step_s(batch)
 
 
 async def test_it_says_what_is_emulated_and_answers_in_the_time_that_the_gpus_would_take(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any, ParamSpec
 
 import grpc
 import pytest
 
+from baton import clock
 from baton.config import EmulationConfig, EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
 from baton.request import SamplingParams
-from baton.scaled_clock import slowed
 from baton.v1 import worker_pb2
 from engine.emulated_model import emulated_model
 from engine.emulated_runner import emulated_answer
@@ -26,7 +27,20 @@ EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=
 NUM_PROMPT_TOKENS = 1_200
 NUM_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+P = ParamSpec("P")
 GENEROUS = 2.0  # how much longer a busy machine may make what should take a given time
+
+
+def by_the_workers_clock(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The test's own loop, with router and controller in it, is as slow as the workers."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(clock, "_scale", TIME_SCALE)
+            clock.run(test(*args, **kwargs))
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +65,7 @@ def start(folder: Path, model_dir: Path, role: str) -> WorkerProcess:
         emulation=EMULATION,
         log_level="warning",
     )
-    return WorkerProcess(slowed(config, TIME_SCALE), folder)
+    return WorkerProcess(config, folder)
 
 
 def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
@@ -59,10 +73,10 @@ def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
 
 
 def emulated_ms(batch: Batch) -> float:
-    """What a step takes on this machine's clock."""
-    return 1e3 * TIME_SCALE * emulated_model(EMULATION).step_time().step_s(batch)
+    return 1e3 * emulated_model(EMULATION).step_time().step_s(batch)
 
 
+@by_the_workers_clock
 async def test_times_are_the_timing_module_s_and_tokens_the_sequence_s_own(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +98,7 @@ async def test_times_are_the_timing_module_s_and_tokens_the_sequence_s_own(
     assert timings.transport.startswith("emulated over ")
 
 
+@by_the_workers_clock
 async def test_streams_that_share_steps_and_network_cards_stay_exact(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +113,7 @@ async def test_streams_that_share_steps_and_network_cards_stay_exact(
     assert "emulated over " in status
 
 
+@by_the_workers_clock
 async def test_the_controller_sees_goodput_of_both_pools_and_what_steps_computed(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +125,7 @@ async def test_the_controller_sees_goodput_of_both_pools_and_what_steps_computed
         assert (await made.generate(prompt, NUM_TOKENS)).code is grpc.StatusCode.OK
         measures = made.controller.measures
         await until(
-            lambda: any(window.num_judged for window in measures.view(time.monotonic()).classes),
+            lambda: any(window.num_judged for window in measures.view(clock.now_s()).classes),
             "the router has reported the call's end",
         )
         await until(lambda: all(_load(made, name).busy_s > old.busy_s for name, old in before.items()), "both said so")

@@ -10,8 +10,8 @@ import pytest
 from baton.config import KVTransferConfig
 from kv_transfer.core import PlaneCore
 from kv_transfer.emulated_link import EmulatedTransport, LinkTime
-from kv_transfer.events import Committed, KVEvent, OutgoingClosed, PairReady, Shipped
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.events import Committed, KVEvent, OutgoingClosed, PairLost, PairReady, Shipped
+from kv_transfer.loopback import LoopbackChannel, LoopbackNetwork, LoopbackTransport
 from tests.kv_transfer.kv_fakes import LAYOUT, ByteStore, frame_bytes_for
 
 BLOCK_S = 1.0  # of one block alone; frames hold one
@@ -143,3 +143,35 @@ def test_the_thread_sleeps_until_the_next_frame_is_due_and_no_longer(monkeypatch
     nodes.settle()
     a.transport.wait(30.0)
     assert waits == pytest.approx([0.05, BLOCK_S])
+
+
+def test_a_frame_that_cannot_leave_ends_the_transfers_of_its_pair_and_of_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = Nodes("a", "b", "c")
+    a, b, c = (nodes.by_name[name] for name in "abc")
+    send, num_sent = LoopbackChannel.send_frame, 0
+
+    def breaks(channel: LoopbackChannel, slot: int, nbytes: int) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 3:
+            raise BufferError("the card is on fire")
+        send(channel, slot, nbytes)
+
+    monkeypatch.setattr(LoopbackChannel, "send_frame", breaks)
+    for seq, node in ((8, b), (9, c)):  # both under way when the third frame leaves, one of 9's
+        node.core.open_incoming("a", seq, 1, list(range(4)), 0, ttl_s=100.0)
+        a.core.open_outgoing(node.name, seq, node.epoch, 1, 0, 4, lease_s=100.0)
+    a.core.ship(9, list(range(4)), 4, last=True)
+    nodes.settle()
+    while num_sent < 3:
+        nodes.now_s += STEP_S
+        nodes.settle()
+    lost = [event for event in a.events if isinstance(event, PairLost)]
+    assert [(event.peer, event.reason) for event in lost] == [("c", "a frame could not leave: the card is on fire")]
+    assert [event.seq for event in a.events if isinstance(event, OutgoingClosed)] == [9]
+    assert "a frame could not leave" in caplog.text
+    a.core.close_outgoing(8)
+    nodes.settle()
+    assert nodes.run(("a", "b", 4))[0] <= 4 * BLOCK_S + 2 * BLOCK_S

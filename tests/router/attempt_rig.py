@@ -20,6 +20,7 @@ from router.sequence import SequenceReport
 
 SEQ = 1 << 32 | 7
 FIRST = 300  # token i of the answer is FIRST + i
+VOCAB_SIZE = 1_000
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Worker:
     listeners: dict[int, Listener] = field(default_factory=dict)
     cancels: list[bool] = field(default_factory=list)  # `park` of each
     reroutes: list[str] = field(default_factory=list)  # to whom
+    grants_ms: list[float] = field(default_factory=list)  # waits for room, as it told them
     num_submits: int = 0
     epoch: int = 1
     view: None = None
@@ -49,6 +51,9 @@ class Worker:
 
     def hold(self, waiting_tokens: int, used_tokens: int) -> Hold:
         return self.ledger.hold(waiting_tokens, used_tokens)
+
+    def observe_grant(self, stats: worker_pb2.SeqStats) -> None:
+        self.grants_ms.append(stats.reserve_wait_ms)
 
     def attach(self, seq: int, listener: Listener) -> None:
         self.listeners[seq] = listener
@@ -123,7 +128,9 @@ class Run:
         placed = self.fleet.find_place(demand, frozenset())
         assert isinstance(placed, Placed)
         fleet = cast("Fleet", self.fleet)
-        self.attempt = Attempt(request, placed, fleet, demand, self.sink, self.report, time.monotonic() + 60)
+        self.attempt = Attempt(
+            request, placed, fleet, demand, self.sink, self.report, time.monotonic() + 60, VOCAB_SIZE
+        )
         self.task = asyncio.create_task(self.attempt.run())
 
     async def settle(self) -> None:

@@ -391,7 +391,7 @@ def test_lanes_that_were_slow_once_are_found_out_by_prompts_that_wait_behind_nob
 
 
 def test_lanes_forecast_when_a_prompt_starts() -> None:
-    lanes = Lanes([(1.0, 100.0), (3.0, 100.0)])
+    lanes = Lanes([(1.0, 100.0, WINDOW_S), (3.0, 100.0, WINDOW_S)])
     assert lanes.start_s(0.0, 0.5) == 1.0
     assert lanes.start_s(600.0, 1.0) == pytest.approx(5.0)  # 200 and 600 tokens on two lanes
     lanes.add(50.0, 2.0)

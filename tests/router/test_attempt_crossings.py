@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from baton.errors import Internal, PeerRefused, TransferFailed, Unavailable, WorkerLost
-from baton.request import FinishReason
+from baton.request import FinishReason, Logprobs
 from baton.v1 import worker_pb2
 from router.events import SequenceRefused, WorkerGone
 from router.handoff import HOLE_S, SinkFailed
-from tests.router.attempt_rig import FIRST, Run
+from tests.router.attempt_rig import FIRST, VOCAB_SIZE, Run
 
 LOST = TransferFailed("the link broke")
 
@@ -68,6 +68,25 @@ async def test_a_worker_that_gives_up_by_a_flag_is_told_to_stop_where_another_on
         await run.task
     assert len((run.prefill if worker == "p0" else run.decodes[0]).cancels) == 1
     assert run.attempt.blamed == worker
+
+
+@pytest.mark.parametrize("worker", ["p0", "d0"])
+@pytest.mark.parametrize("logprobs", [None, Logprobs(-0.1, (7, VOCAB_SIZE), (-0.1, -3.0))])
+async def test_a_token_that_is_none_is_its_worker_s_fault_and_never_shown(
+    worker: str, logprobs: Logprobs | None
+) -> None:
+    run = Run(num_decodes=1)
+    await run.settle()
+    if worker == "d0":
+        run.say("p0", 0)
+        run.hand_over()
+    token_id = VOCAB_SIZE - 1 if logprobs else VOCAB_SIZE
+    run.attempt.on_token(worker, 1 if worker == "d0" else 0, token_id, FinishReason.NONE, logprobs, 1.0)
+    with pytest.raises(Internal, match=rf"{worker} said a token beyond the vocabulary, \[0, 999\]"):
+        await run.task
+    assert run.attempt.blamed == worker
+    assert (run.prefill if worker == "p0" else run.decodes[0]).num_calls == 1
+    assert run.sink.token_ids == run.report.token_ids == ([FIRST] if worker == "d0" else [])
 
 
 async def test_our_own_defect_blames_no_worker_and_leaves_none_running() -> None:

@@ -76,7 +76,7 @@ def test_totals_that_are_no_news_or_no_numbers_teach_nothing() -> None:
     assert time.output_s == before
 
 
-@pytest.mark.parametrize(("config", "gpus", "usd"), [(CostConfig(), 1.0, 0.0), (CostConfig(3.6, 8, 2.0), 4.0, 3.6)])
+@pytest.mark.parametrize(("config", "gpus", "usd"), [(CostConfig(), 1.0, 0.0), (CostConfig(3.6, 8), 8.0, 3.6)])
 async def test_each_tenant_is_charged_for_its_own_tokens(
     files: ModelFiles, tmp_path: Path, config: CostConfig, gpus: float, usd: float
 ) -> None:

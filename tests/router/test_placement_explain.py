@@ -68,6 +68,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
             step_s_per_token=draw(few([0.0, 1e-6])),
             prefill_tokens_per_s=draw(few([1_000.0, 1_030.0, 3_000.0])),
             kv_bytes_per_s=draw(few([1e8, 1e9])),
+            chunk_tokens=draw(few([16, 512])),
             fabric=draw(few(["", "east", "west"])),
             links=links,
         )

@@ -119,6 +119,28 @@ async def test_tls_serves_clients_that_trust_the_router_and_mtls_those_that_it_k
         assert not await served(Connection(target))
 
 
+@needs_openssl
+async def test_a_renewed_certificate_serves_new_connections_and_one_that_does_not_fit_its_key_changes_nothing(
+    files: ModelFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, new = Certificates(tmp_path / "old"), Certificates(tmp_path / "new")
+    certificate, key = old.path("router.pem"), old.path("router.key")
+    old_root, new_root = old.pem("ca.pem"), new.pem("ca.pem")
+    async with running_rig(files, grpc_certificate_file=certificate, grpc_key_file=key) as rig:
+        target = f"127.0.0.1:{rig.front_end.grpc_port}"
+        async with AsyncClient(Connection(target, root_certificates=old_root), retry=ONCE) as before:
+            assert await before.generate("hello", max_tokens=3).text()
+            shutil.copy(new.path("router.key"), key)
+            assert await served(Connection(target, root_certificates=old_root)), "half renewed"
+            assert "certificates_refused" in caplog.text
+            shutil.copy(new.path("router.pem"), certificate)
+            assert await served(Connection(target, root_certificates=new_root))
+            assert not await served(Connection(target, root_certificates=old_root))
+            assert await before.generate("hello", max_tokens=3).text(), "a connection lives on"
+
+
 async def served(connection: Connection) -> bool:
     async with AsyncClient(connection, retry=ONCE) as client:
         try:

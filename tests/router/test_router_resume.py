@@ -291,6 +291,22 @@ async def test_a_resumption_that_makes_no_sense_is_refused_by_the_field(
     assert answer.error.field == field
 
 
+@pytest.mark.parametrize("beyond", [0, 2**31])
+async def test_a_resumption_with_a_token_beyond_the_vocabulary_is_refused_before_it_is_looked_for(
+    rig: TwoRouters, beyond: int
+) -> None:
+    await rig.broken(resumable(max_tokens=8), 4)
+    vocab_size = rig.other.calls.limits.vocab_size
+    has = serving_pb2.TokenIds(ids=[300, 301, 302, 303, vocab_size + beyond])
+    refused = await rig.resume("r1", received=[has])
+    assert refused.error is not None
+    assert (
+        refused.error.message
+        == f"received contains {vocab_size + beyond}; the limit is the vocabulary, [0, {vocab_size - 1}]"
+    )
+    assert (await rig.resume("r1", 4)).token_ids == [304, 305, 306, 307]
+
+
 async def test_a_worker_that_cannot_be_asked_is_no_proof_that_nobody_knows_the_call(rig: TwoRouters) -> None:
     await rig.decode.kill()
     await until(lambda: bool(rig.other.fleet.unready_reason()), "the loss of decode is noticed")

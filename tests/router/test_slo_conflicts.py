@@ -25,7 +25,7 @@ CHAT = SLO("chat", ttft_ms=1_000.0, tpot_ms=30.0, priority=5)
 VOICE = SLO("voice", ttft_ms=400.0, tpot_ms=1_000.0, itl_p99_ms=40.0, priority=10)
 WHOLE = SLO("whole", ttft_ms=60_000.0, tpot_ms=1_000.0, e2e_ms=3_000.0)
 MIX = Mix((CHAT, VOICE, WHOLE), (0.4, 0.3, 0.3))
-FITS, TOO_MANY = 60.0, 75.0  # calls per second; prefill is busy at about 72
+FITS, TOO_MANY = 60.0, 96.0  # calls per second; prefill is busy at about 90
 SECONDS = 12.0
 
 
@@ -73,3 +73,15 @@ def test_a_prompt_is_not_computed_where_its_chunk_would_hold_up_streams_beyond_t
     assert chosen(busy, streams, demand=demand, local_prefill_tokens=512).local is is_local
     idle = replace(streams, num_running=0)
     assert chosen(busy, idle, demand=demand, local_prefill_tokens=512).local
+
+
+@pytest.mark.parametrize(("chunk_tokens", "is_local"), [(200, True), (512, False), (2_048, False)])
+def test_a_worker_whose_chunks_are_short_holds_its_streams_up_for_no_longer_than_one(
+    chunk_tokens: int, is_local: bool
+) -> None:
+    busy = prefill("p0", "d0", waiting_tokens=100_000, prefill_tokens_per_s=20_000.0)
+    streams = decode("d0", num_running=4, step_s=0.005, prefill_tokens_per_s=20_000.0, chunk_tokens=chunk_tokens)
+    demand = Demand(
+        400, 500, tpot_ms=1_000.0, itl_p99_ms=20.0
+    )  # 20 ms of computing, in chunks of 200 half of it at once
+    assert chosen(busy, streams, demand=demand, local_prefill_tokens=512).local is is_local

@@ -85,7 +85,7 @@ def test_a_worker_whose_time_has_come_kills_itself(model_dir: Path, monkeypatch:
 
 def test_loading_takes_the_start_time_that_is_set(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("worker.emulation.time.sleep", slept.append)
+    monkeypatch.setattr("worker.emulation.clock.sleep", slept.append)
     load_emulated_model(config_of(model_dir, start_s=42.0), allocate)
     assert slept == [42.0]
 
@@ -98,12 +98,12 @@ def test_workers_of_one_emulated_model_fit_each_other_and_no_others(model_dir: P
     assert fingerprint(model="llama-3.1-8b") != fingerprint(model="qwen3-8b")
 
 
-def test_a_network_card_per_gpu_carries_the_emulated_bytes_in_the_scaled_time(model_dir: Path) -> None:
-    config = config_of(model_dir, model="llama-3.1-70b", tp=4, time_scale=10.0)
+def test_a_network_card_per_gpu_carries_the_emulated_bytes(model_dir: Path) -> None:
+    config = config_of(model_dir, model="llama-3.1-70b", tp=4)
     transport = emulated_link(config, make_transport(config.kv, "card"))
     assert isinstance(transport, EmulatedTransport)
-    # 16 tokens of 327,680 bytes over 4 cards of 50 GB/s, ten times slower
-    assert transport.link.layer_block_s == pytest.approx(10 * 16 * 327_680 / (4 * 50e9))
+    # 16 tokens of 327,680 bytes over 4 cards of 50 GB/s
+    assert transport.link.layer_block_s == pytest.approx(16 * 327_680 / (4 * 50e9))
     transport.close()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
 
 from baton.request import SamplingParams
 from baton.v1 import control_pb2, worker_pb2
+from engine.ports import Batch
 from engine.scripted_runner import answer
 from tests.worker.scripted_worker import ScriptedWorker, running, until, worker_config
 from tests.worker.session_client import SessionClient, request
@@ -119,6 +121,25 @@ async def test_a_busy_worker_says_which_role_it_takes_once_it_is_idle() -> None:
         assert (router.load.next_role, router.load.draining) == (worker_pb2.ROLE_UNSPECIFIED, False)
         assert router.output(seq(1)) == answer(prompt(20), GREEDY, 300)
         assert worker.fatal == []
+
+
+async def test_what_a_worker_says_grows_old_while_its_engine_stands_still_and_is_new_again_afterwards() -> None:
+    worker, may_go_on = ScriptedWorker(worker_config("w", "both")), threading.Event()
+    async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
+        await asyncio.sleep(2 * BEAT_S)
+        assert router.load.age_s == 0.0, "who has nothing to do has nothing new to say"
+
+        def stand_still(batch: Batch) -> None:
+            if len(batch.entries) > 1:
+                may_go_on.wait(10.0)
+
+        worker.runner.before_run = stand_still
+        router.submit(request(seq(1), prompt(20), 5_000, ignore_eos=True))
+        await router.until(lambda: bool(router.tokens))
+        router.submit(request(seq(2), prompt(20), 3, ignore_eos=True))
+        await router.until(lambda: router.load.age_s > BEAT_S)
+        may_go_on.set()
+        await router.until(lambda: seq(2) in router.ended and router.load.age_s < BEAT_S)
 
 
 async def test_a_drained_worker_says_that_it_is_idle_only_after_its_last_call_and_a_heartbeat() -> None:

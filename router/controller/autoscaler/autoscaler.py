@@ -16,6 +16,8 @@ from router.controller.autoscaler import outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
+from router.controller.autoscaler.held import Held, Holding, Holdings
+from router.controller.autoscaler.kept import Kept, KeptPool
 from router.controller.autoscaler.layouts import Layout, kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
@@ -48,6 +50,7 @@ class Autoscaler:
         self._patience = Patience(self._times)
         self._lessons = Lessons()
         self._tuner = Tuner()
+        self._holdings = {role: Holdings() for role in Role}
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
         self._roles: tuple[Role, ...] = ()
         self._context_tokens: float | None = None
@@ -58,11 +61,33 @@ class Autoscaler:
         self._times = times
         self._patience.measured(times)
 
+    def kept(self) -> Kept:
+        """What the next process needs to go on as this one would."""
+        now_s = self._patience.now_s
+        pools = {
+            role.name.lower(): KeptPool(*self._patience.kept(role), lesson=self._lessons.factor(role, now_s))
+            for role in Role
+        }
+        return Kept(pools, self._lessons.kept(now_s))
+
+    def restore(self, kept: Kept, away_s: float) -> None:
+        """Before the first look: take over what was known `away_s` ago. Sizes that were enough count only where hardly anything
+        was missed since, as in `look`."""
+        found = {role: pool for role in Role if (pool := kept.pools.get(role.name.lower())) is not None}
+        now_s, is_fresh = self._patience.now_s, 0.0 <= away_s <= HOLD_AFTER_S
+        for role, pool in found.items():
+            wanted = [(age_s + away_s, num) for age_s, num in pool.wanted] if is_fresh else []
+            self._patience.restore(role, pool.num_regrets, wanted)
+        factors = {role: pool.lesson for role, pool in found.items()}
+        left_s = {name: seconds - max(0.0, away_s) for name, seconds in kept.counted_s.items()}
+        self._lessons.restore(factors, left_s, now_s)
+
     def look(self, facts: FleetFacts) -> Sequence[Proposal]:
         self._patience.look(facts.now_s, facts.workers)
         if not facts.missing_s <= HOLD_AFTER_S:  # NaN, too
             for role in Role:
                 self._patience.forget(role)
+                self._holdings[role].forget()
             return []
         facts = sound(facts)
         there = census(facts, self._patience.in_state_s, self._times)
@@ -73,7 +98,7 @@ class Autoscaler:
             self._learn(facts, there, Load(tuple(loads)))
         load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
         lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
-        sizes = Sizing(facts, there, load, self._roles, lessons, self._evaluator).sizes()
+        sizes = Sizing(facts, there, load, self._roles, lessons, self._held(there), self._evaluator).sizes()
         self.wanted = sizes.wanted
         self._patience.wanted(sizes.wanted)
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
@@ -88,6 +113,15 @@ class Autoscaler:
             max_standbys=self._max_standbys,
             standby_s=self._times.shrink_after_s,
         )
+
+    def _held(self, there: Census) -> dict[Role, Holding | None]:
+        """Workers that say nothing are taken to hold as much as the others."""
+        holdings = {}
+        for role, num in there.ready:
+            says = pressure(there.of(role))
+            held = None if says.num_seqs is None else Held(num * says.num_seqs, num * (says.used_share or 0.0))
+            holdings[role] = self._holdings[role].look(held, self._patience.now_s)
+        return holdings
 
     def _context(self, there: Census) -> float | None:
         """Tokens of a sequence that decodes, smoothed; None: none has been seen yet."""

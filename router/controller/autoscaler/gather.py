@@ -17,6 +17,7 @@ from baton.errors import InvalidRequest
 from baton.request import Role
 from baton.slo import SLO
 from baton.v1 import worker_pb2
+from router.controller.autoscaler.chance import unless_changed
 from router.controller.autoscaler.facts import Blueprint, ClassTraffic, FleetFacts, WorkerFacts, WorkerLoad
 from router.controller.measures import ClassForecast
 from router.controller.observer import FleetView
@@ -25,9 +26,6 @@ from router.controller.step_model import MIN_SAMPLES, StepModel, Terms
 from router.ring import BUCKET_S, LONG_S, SHORT_S
 from router.windows import BUCKETS_PER_DOUBLING, ClassWindow
 
-# Standard deviations by which a short window must be off before it counts: not at all at the first, wholly at the second. A
-# day has 8,640 ticks, so 3 happen by chance every hour or two, and 4 once in days.
-CHANCE, CHANGE = 3.0, 4.0
 LEAST_SPREAD = 0.01  # of lengths that are all in one bucket: they differ by up to 40 %
 
 
@@ -104,9 +102,10 @@ def learned(models: Mapping[str, StepModel]) -> dict[Role, Terms]:
 
 
 def load_of(load: worker_pb2.Load, at_s: float, block_tokens: int) -> WorkerLoad:
-    """What a worker's report says, heard at `at_s`; `block_tokens`: its block size."""
+    """What a worker's report says, heard at `at_s`; `block_tokens`: its block size. It is dated back to when the engine said so:
+    a worker whose GPU hangs goes on reporting, always the same."""
     return WorkerLoad(
-        at_s=at_s,
+        at_s=at_s - load.age_s,
         num_seqs=load.num_running + load.num_waiting + load.num_tickets,
         waiting_tokens=load.waiting_tokens,
         used_tokens=block_tokens * (load.active_blocks + load.reserved_blocks),
@@ -152,15 +151,7 @@ def _traffic(
 def _rate(now: ClassWindow, lately: ClassWindow) -> float:
     """Calls a second."""
     short, long = now.per_s(now.num_arrived), lately.per_s(lately.num_arrived)
-    return _unless_changed(long, short, math.sqrt(long / max(now.span_s, BUCKET_S)))  # Poisson
-
-
-def _unless_changed(long: float, short: float, deviation: float) -> float:
-    """`deviation`: the short window's standard one, if nothing has changed."""
-    if not deviation:
-        return short
-    doubt = (abs(short - long) / deviation - CHANCE) / (CHANGE - CHANCE)
-    return long + min(1.0, max(0.0, doubt)) * (short - long)
+    return unless_changed(long, short, math.sqrt(long / max(now.span_s, BUCKET_S)))  # Poisson
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +173,7 @@ class _Mean:
         if not self.count:
             return long
         short = self.total / self.count
-        return _unless_changed(long, short, long * math.sqrt(max(self.spread - 1.0, LEAST_SPREAD) / self.count))
+        return unless_changed(long, short, long * math.sqrt(max(self.spread - 1.0, LEAST_SPREAD) / self.count))
 
     @property
     def spread(self) -> float:

@@ -58,6 +58,19 @@ class Lessons:
         self._counted_s = {name: until_s for name, until_s in self._counted_s.items() if until_s > now_s}
         return frozenset(self._counted_s)
 
+    def kept(self, now_s: float) -> Mapping[str, float]:
+        """Classes that are counted, and for how long yet; factors are asked for one by one."""
+        return {name: until_s - now_s for name, until_s in self._counted_s.items() if until_s > now_s}
+
+    def restore(self, factors: Mapping[Role, float], counted_s: Mapping[str, float], now_s: float) -> None:
+        """As if it had been learned now; a factor that is none counts as 1."""
+        for role, factor in factors.items():
+            self._factors[role] = min(MOST, factor) if factor > 1.0 else 1.0  # NaN is not
+            self._learned_s[role] = now_s
+        for name, left_s in counted_s.items():
+            if left_s > 0.0:
+                self._counted_s[name] = now_s + min(left_s, COUNT_FOR_S)
+
 
 def too_many(num_missed: float, of_class: ClassTraffic) -> bool:
     """Whether more calls missed than the percentile allows, and than chance explains."""

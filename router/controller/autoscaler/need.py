@@ -126,6 +126,14 @@ def steady_batch(kind: Kind, load: Load, tokens_per_s: float) -> float:
     return max(_root(tokens_per_s * line.at_0_s, 1 - tokens_per_s * line.per_seq_s) for line in _lines(kind, load))
 
 
+def deviation(kind: Kind, load: Load, num_seqs: float, num_workers: int) -> float:
+    """By how much the sequences of a pool vary, one standard deviation, where they are so many on average. More than a Poisson
+    count, since the more there are the longer each stays: their variance is their mean by the share of a step that does not
+    grow with them (processor sharing, whatever the lengths: Cohen 1979)."""
+    fixed_s = max(line.at_0_s for line in _lines(kind, load))
+    return math.sqrt(num_seqs * step_s(kind, load, num_seqs / num_workers) / fixed_s) if fixed_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A step's time by its batch."""

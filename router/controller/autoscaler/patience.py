@@ -25,6 +25,7 @@ BACKOFF_S = 60.0  # a start-up
 REGRET = 2.0  # times shrink_after_s: what comes again within 10 min has a rhythm worth waiting for
 MAX_REGRETS = 3  # 40 min: what comes once an hour is cheaper to miss than to wait for
 MAX_BACKOFF_S = 1_800.0  # machines that were full may have room again
+MOST_KEPT_REGRETS = 8  # that a new process believes: 2^8 start-ups of 10 s are longer than any hold
 
 
 @dataclass(slots=True)
@@ -112,6 +113,21 @@ class Patience:
 
     def _hold_s(self, role: Role) -> float:
         return self._times.shrink_after_s * 2.0 ** self._pools[role].num_regrets
+
+    # -- for the next process --------------------------------------------------------------------------------------------
+
+    def kept(self, role: Role) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """Regrets; sizes that were wanted, and how long ago."""
+        pool = self._pools[role]
+        return pool.num_regrets, tuple((self.now_s - at_s, num) for at_s, num in pool.wanted)
+
+    def restore(self, role: Role, num_regrets: int, wanted: Iterable[tuple[float, int]]) -> None:
+        """As if it had been seen here."""
+        pool = self._pools[role]
+        pool.num_regrets = max(0, min(MOST_KEPT_REGRETS, num_regrets))
+        pool.wanted = deque(
+            sorted((self.now_s - age_s, num) for age_s, num in wanted if 0 <= age_s < math.inf and num >= 0)
+        )
 
     # -- flips and starts ----------------------------------------------------------------------------------------------
 

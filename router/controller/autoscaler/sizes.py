@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from baton.request import Role
 from router.controller.autoscaler import need
 from router.controller.autoscaler.census import Census
+from router.controller.autoscaler.chance import unless_changed
 from router.controller.autoscaler.facts import FleetFacts, State
+from router.controller.autoscaler.held import Holding
 from router.controller.autoscaler.layouts import PAIR, Layout, kinds_of
 from router.controller.autoscaler.outlook import Evaluator, Scene
 from router.controller.autoscaler.search import Search
@@ -27,6 +29,7 @@ from router.controller.autoscaler.traffic import LEAST_RATE, Load, known
 from router.controller.decisions import Input
 
 BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md), and what 30 s of 10 calls/s vary by
+SPREAD = 2.0  # of sequences' memory: its mean square by its squared mean, where lengths vary by about their mean. As outlook.py
 MAX_BUSY = 0.92  # of a pool: however well queues behave on paper, an hour's bursts and long tails need something
 
 # What one look may want where no budget is known: more than any load asks for within a tick, and the next look may want as much
@@ -64,15 +67,17 @@ class Sizing:
         load: Load,
         roles: tuple[Role, ...],
         lessons: Mapping[Role, float],
+        holdings: Mapping[Role, Holding | None],
         evaluator: Evaluator,
     ) -> None:
-        """`facts`: sound ones. `lessons`: how many times the workers that steps ask for."""
+        """`facts`: sound ones. `lessons`: how many times the workers that steps ask for. `holdings`: None: nobody says."""
         self._facts = facts
         self._there = there
         self._kinds = kinds_of(facts)
         self._lessons = lessons
         self._load = load
         self._roles = roles
+        self._holdings = holdings
         self._evaluator = evaluator
         self._pressure = {role: pressure(there.of(role)) for role in roles}
         self._calls = _calls(facts)
@@ -133,15 +138,20 @@ class Sizing:
         return need.decode_busy(kind, load)
 
     def _held(self, role: Role) -> float:
-        """Workers whose memory or batch would be full of what runs now; those that say nothing are as full as the others. It is
-        more than are busy where answers' lengths are told too short, since the long ones have not ended yet."""
-        if role is Role.PREFILL:
+        """Workers whose memory or batch would be full of what runs. It is more than are busy where answers' lengths are told too
+        short, since the long ones have not ended yet."""
+        holding = self._holdings[role]
+        if role is Role.PREFILL or holding is None:
             return 0.0
-        says = self._pressure[role]
-        share = says.used_share or 0.0
-        if role in self._kinds and self._load.classes:
-            share = max(share, (says.num_seqs or 0.0) / need.decoding(self._kinds[role], self._load).batch)
-        return share * sum(worker.state is State.READY for worker in self._there.of(role))
+        now, mean = holding.now, holding.mean
+        of_one = math.sqrt(SPREAD / mean.num_seqs) if mean.num_seqs else 0.0
+        in_kv = unless_changed(mean.kv_workers, now.kv_workers, of_one * mean.kv_workers)
+        if role not in self._kinds or not self._load.classes:
+            return in_kv
+        kind, num_ready = self._kinds[role], max(1, self._there.ready.of(role))
+        deviation = need.deviation(kind, self._load, mean.num_seqs, num_ready)
+        num_seqs = unless_changed(mean.num_seqs, now.num_seqs, deviation)
+        return max(in_kv, num_seqs / need.decoding(kind, self._load).batch)
 
     def _unmodelled(self, role: Role) -> int:
         """Without step times only memory says what is enough: of a pool of prefill workers nothing does."""

@@ -6,9 +6,9 @@ nobody does, it is not the pod. A pod that was evicted and is sick again waits t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from router.controller.controller import Controller
@@ -42,7 +42,7 @@ class Care:
         told: Conditions,
         leads: Callable[[], bool],
         sick_s: float,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self._controller = controller
         self._homes = homes

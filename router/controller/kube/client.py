@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from kubernetes.client import ApiClient, Configuration
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config import ConfigException, load_incluster_config
 
+from baton import clock
 from baton.config import KubernetesConfig
 from baton.errors import ConfigError, NotFound, Unavailable
 from router.controller.kube.errors import Conflict, Expired
@@ -43,7 +43,7 @@ Query = Sequence[tuple[str, str]]
 class CallCounts:
     """How calls went; `lines` is a part of the metrics page."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now_s: Callable[[], float] = clock.now_s) -> None:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -75,7 +75,7 @@ class CallCounts:
 class Client:
     """Of one namespace."""
 
-    def __init__(self, config: KubernetesConfig, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: KubernetesConfig, now_s: Callable[[], float] = clock.now_s) -> None:
         """Raises: ConfigError: not in a cluster, or what is configured cannot be used."""
         self.counts = CallCounts(now_s)
         self._now_s = now_s

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
+from baton import clock
 from baton.config import ClusterConfig, WorkerConfig
 from baton.errors import BatonError, Unavailable
 from baton.log import get_log
@@ -69,7 +69,7 @@ class KubeFleet:
         api: KubeApi,
         calls: KubeCalls,
         leads: Callable[[], bool],
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self._controller = controller
         self._cluster = cluster

@@ -9,11 +9,11 @@ Event loop, but for what `allows` runs on the thread of the write.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from baton import clock
 from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequest
 from baton.log import get_log
@@ -45,7 +45,7 @@ class Homes:
         gpus_per_worker: int,
         budget: Callable[[], Budget],
         may_write: Callable[[], None],
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         """`pools`: by home. `budget`: in force. `may_write`: asked before each write, raises BatonError where it may not be."""
         self._pools = pools

@@ -13,11 +13,12 @@ import math
 import time
 from collections.abc import Callable
 
+from baton import clock
 from baton.errors import NotFound, Unavailable
 from router.controller.kube.api import KubeApi
 from router.controller.kube.errors import Conflict
 from router.controller.kube.objects import JsonObject, Stored
-from router.controller.lease import LEASE_S, MARGIN_S
+from router.controller.lease import LEASE_S, MARGIN_S, RETRY_S
 
 _TRIES = 3  # somebody may annotate the object meanwhile
 
@@ -30,7 +31,7 @@ class KubeLease:
         api: KubeApi,
         name: str,
         holder: str,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
         """`now_unix_s`: for those who read the object; nothing is decided by it."""
@@ -48,6 +49,12 @@ class KubeLease:
     @property
     def is_held(self) -> bool:
         return self._now_s() < self._until_s
+
+    def check(self) -> None:
+        """As Leadership.check. How long another's lease stands nobody here knows: its holder renews it."""
+        if not self.is_held:
+            who = f"{self.holder_seen} does" if self.holder_seen else "nobody does yet"
+            raise Unavailable(f"this controller does not lead: {who}", retry_after_s=RETRY_S)
 
     def take(self) -> bool:
         """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""

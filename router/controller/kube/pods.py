@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from router.controller.kube.api import KubeApi
@@ -35,7 +35,7 @@ MAX_PAUSE_S = 8.0  # a server that comes back is noticed within a lease
 class PodTable:
     """Changed on the event loop only; `by_name` from any thread, since what it reads is replaced, never changed."""
 
-    def __init__(self, on_change: Callable[[], None], now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_change: Callable[[], None], now_s: Callable[[], float] = clock.now_s) -> None:
         self._on_change = on_change
         self._now_s = now_s
         self._by_uid: dict[str, Pod] = {}

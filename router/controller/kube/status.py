@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton import clock
 from baton.errors import BatonError
 from baton.log import get_log
 from router.controller.kube.api import KubeApi
@@ -58,7 +59,7 @@ class Conditions:
         api: KubeApi,
         calls: KubeCalls,
         about: str,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
         """`about`: the object that Events are told of where a condition names none: the controller's own Lease."""

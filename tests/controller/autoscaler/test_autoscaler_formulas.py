@@ -53,6 +53,14 @@ def test_decode_has_no_larger_batch_than_memory_and_seats_hold() -> None:
     assert need.decoding(few, load(10.0)).batch == 8
 
 
+def test_a_batch_varies_by_more_than_chance_calls_as_far_as_it_makes_its_own_steps_longer() -> None:
+    # 1 + 4 ms, and 10 sequences of 25,000 tokens 20 ns each: 5 ms, so a step is twice what it is without them
+    long = replace(load(1.0), measured_context=25_000.0)
+    assert need.deviation(KINDS[Role.DECODE], long, 40.0, 4) == pytest.approx(math.sqrt(2 * 40.0))
+    short = replace(load(1.0), measured_context=0.0)
+    assert need.deviation(KINDS[Role.DECODE], short, 40.0, 4) == pytest.approx(math.sqrt(40.0))
+
+
 def test_targets_that_no_batch_keeps_do_not_count() -> None:
     hopeless = load(10.0, slo=replace(CHAT, tpot_ms=1.0))
     assert need.decoding(KINDS[Role.DECODE], hopeless).limit == "none keeps its tpot"

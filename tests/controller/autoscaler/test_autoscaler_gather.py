@@ -139,6 +139,10 @@ def test_a_report_becomes_a_load_in_tokens_and_seconds() -> None:
     assert told_of.step_s == pytest.approx(0.02)
 
 
+def test_a_report_of_an_engine_that_stands_still_is_as_old_as_what_that_said_last() -> None:
+    assert load_of(worker_pb2.Load(num_running=3, age_s=40.0), 100.0, 16).at_s == 60.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
 def test_surroundings_that_cannot_be_are_refused_by_name(bad: float) -> None:
     with pytest.raises(InvalidRequest, match="link_bytes_per_s"):
