@@ -1,7 +1,7 @@
 """Who may use the admin endpoint: named tokens of two files, of which only hashes stay in memory.
 
-    tokens.json               in the run folder, drawn by `baton up`, mode 0600: {name: {"role", "secret"}}. It may be missing where
-                              there is the other one
+    tokens.json               in the run folder, drawn by `baton up`, mode 0600: {name: {"role", "secret"}}; not
+                              needed where there is the other one
     controller.admin_tokens_file   YAML or JSON, a file or a folder of them as a secret is mounted:
         tokens:
         - name: ann           as history and audit lines have it; several entries of one name and role are one person's tokens

@@ -135,7 +135,7 @@ async def _serve(cluster: ClusterConfig) -> None:
         "local prefill": partial(hand_back, controller, planner),
     }
     if kube is not None:
-        for_ever["cluster"] = kube.look_after
+        for_ever["cluster"] = partial(kube.look_after, live.orders)
         for_ever["lease"] = partial(kube.until_lost, stop)
     tasks = [asyncio.create_task(_keep_running(name, run), name=name) for name, run in for_ever.items()]
     await stop.wait()

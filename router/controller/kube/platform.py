@@ -24,6 +24,7 @@ from baton.errors import Unavailable
 from baton.log import get_log
 from router.controller.admin_access import Doors
 from router.controller.admin_tokens import Token
+from router.controller.autoscaler.acts import Act
 from router.controller.controller import Controller
 from router.controller.kube.admin import kube_routes
 from router.controller.kube.api import KubeApi
@@ -41,11 +42,14 @@ from router.controller.kube.seeds import seeded_classes
 from router.controller.kube.sizes import PodPool, StatefulSetPool
 from router.controller.kube.stand_by import lead
 from router.controller.kube.status import Conditions
+from router.controller.kube.upgrade import Upgrade
 from router.controller.kube.view import View
 from router.controller.live_facts import gpus_per_worker
+from router.controller.pool_orders import Order, PoolOrders
 from router.controller.ray_actors import Connect, RayActors, connect
 from router.controller.settings import Budget
 from router.controller.versioned import Format, Versions
+from router.ring import SPANS_S
 from router.series import Registry
 
 log = get_log("controller.kube")
@@ -98,16 +102,26 @@ class Platform:
         near = (controller, homes, self.pods, actors, self.api, self.calls)
         self._fleet = KubeFleet(cluster, *near, leads)
         self._care = Care(*near, told, leads, kubernetes.sick_s)
+        drain_s = cluster.router.drain_s
+        self._upgrade = Upgrade(
+            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s
+        )
         seeded = seeded_classes(kubernetes, ()) or None
-        self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, str)
+        self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, self._upgrade)
         self._watch.start()
         return self._fleet
 
-    async def look_after(self) -> None:
+    async def look_after(self, orders: PoolOrders) -> None:
         """For ever: what is beside the fleet itself."""
+
+        async def pull(act: Act, reason: str) -> str:
+            return await orders.carry_out(act, Order("upgrade", reason))
+
         while True:
             await asyncio.sleep(_CARE_S)
-            await self._care.look()
+            await self._care.look(self._upgrade.paused)
+            if self.lease.is_held:
+                await self._upgrade.look(pull)
 
     async def until_lost(self, stop: asyncio.Event) -> None:
         """Set `stop` once another controller leads."""
@@ -144,3 +158,10 @@ class Platform:
     def _names_of(self, home: str) -> set[str]:
         pods = self.pods.by_name().values()
         return {pod.name for pod in pods if pod.home == home and not pod.is_terminating}
+
+
+def goodput(controller: Controller) -> float | None:
+    """The part of calls that met their targets, all classes, in the shortest window; None: there were none."""
+    windows = [w for w in controller.measures.view(time.monotonic()).classes if w.window_s == min(SPANS_S)]
+    num_judged = sum(window.num_judged for window in windows)
+    return sum(window.num_met for window in windows) / num_judged if num_judged else None
