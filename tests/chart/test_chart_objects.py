@@ -162,8 +162,9 @@ def test_the_objects_that_a_role_names_exist() -> None:
 
 
 def test_only_the_controller_has_a_token_of_the_api_server() -> None:
+    assert render(EVERYTHING).get("ServiceAccount", "demo-baton")["automountServiceAccountToken"] is False
     for name, pod in render(EVERYTHING).pods():
-        mounts = pod["spec"].get("automountServiceAccountToken", True)
+        mounts = pod["spec"]["automountServiceAccountToken"]
         assert mounts is (name == "Deployment/demo-baton-controller"), name
 
 
@@ -280,6 +281,12 @@ def test_everything_that_a_pod_mounts_is_there_and_all_that_is_mounted_has_a_pla
         for volume in volumes.values():
             if "configMap" in volume:
                 assert release.has("ConfigMap", volume["configMap"]["name"])
+
+
+def test_no_pod_is_replaced_for_a_new_version_of_the_chart_alone() -> None:
+    for name, pod in render(EVERYTHING).pods():
+        if not name.startswith("Pod/"):
+            assert not pod["metadata"]["labels"].keys() & {"helm.sh/chart", "app.kubernetes.io/version"}, name
 
 
 def test_pods_are_replaced_when_what_they_read_at_start_changes() -> None:

@@ -44,9 +44,6 @@ WHERE: dict[str, Values] = {
 } | {f"pools.{role}.gpu.claimTemplate": LEAST for role in ("prefill", "decode")} | {
     "pools.both.gpu.claimTemplate": MATRIX["colocated"],
     "modelCache.prefetch.enabled": MATRIX["a claim that others fill"],
-    "pools.prefill.enabled": merged(LEAST, {"pools": {"both": {"enabled": True}}}),
-    "pools.decode.enabled": merged(LEAST, {"pools": {"both": {"enabled": True}}}),
-    "pools.both.enabled": LEAST,
 }  # fmt: skip
 # Lists and maps with a number in them that stands nowhere else.
 SHAPES: dict[str, Any] = {
@@ -64,8 +61,8 @@ SHAPES: dict[str, Any] = {
 }
 # Pools must agree in these, so all pools are asked at once, and for the first one alone.
 ALIKE = ("gpu.count", "rdma.hcas", "rdma.addrType", "rdma.require")
-# It changes with what stands beside it only: "a url" and "a claim with the model" of the matrix differ from "least" by it.
-TOGETHER = {"model.source"}
+# They change with what stands beside them only: of the matrix "a url", "a claim with the model" and "colocated" differ by them.
+TOGETHER = {"model.source", *(f"pools.{role}.enabled" for role in ("prefill", "decode", "both"))}
 
 
 def numbered(shape: Any, number: int) -> Any:
@@ -96,7 +93,7 @@ def asked() -> list[Leaf]:
 def is_one_of_many(leaf: Leaf) -> bool:
     """A value of the second or third pool that the same lines of the templates read as the first one's."""
     _, role, *names = [*leaf.path.split("."), "", ""]
-    return role in ("decode", "both") and names[0] not in ("enabled", "replicas")
+    return role in ("decode", "both") and names[0] != "replicas"
 
 
 def telling(leaf: Leaf, number: int) -> object | None:
@@ -177,6 +174,7 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("workers of two sizes", {"pools": {"decode": {"gpu": {"count": 2}}}}, "pools.decode.gpu.count = 2 differs"),
     ("two KV planes", {"pools": {"decode": {"rdma": {"addrType": "eth"}}}}, "all workers have one KV plane"),
     ("RDMA without a device", {"pools": {"decode": {"rdma": {"require": True}}}}, "a pod without a device has no RDMA"),
+    ("two ways at once", {"pools": {"both": {"enabled": True}}}, "pools.both goes alone"),
     ("half a pair", {"pools": {"decode": {"enabled": False}}}, "an answer needs a prefill and a decode pool"),
     ("hugepages of no size", {"pools": {"decode": {"hugepages": {"count": "1Gi"}}}}, "hugepages.size is empty"),
     ("the chart's environment", {"pools": {"decode": {"env": {"RAY_AUTH_MODE": "x"}}}}, "pools.decode.env.RAY_AUTH_MODE"),
@@ -225,4 +223,4 @@ def test_a_model_and_its_gpus_are_enough() -> None:
 
 
 def test_what_only_changes_with_something_beside_it_changes() -> None:
-    assert len({render(MATRIX[name]).text for name in ("least", "a url", "a claim with the model")}) == 3
+    assert len({render(MATRIX[name]).text for name in ("least", "a url", "a claim with the model", "colocated")}) == 4

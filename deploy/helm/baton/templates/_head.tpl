@@ -2,7 +2,7 @@
 {{- define "baton.headPod" -}}
 metadata:
   labels:
-    {{- include "baton.labels" (list . "head") | nindent 4 }}
+    {{- include "baton.podLabels" (list . "head") | nindent 4 }}
 spec:
   serviceAccountName: {{ include "baton.serviceAccount" . }}
   automountServiceAccountToken: false
