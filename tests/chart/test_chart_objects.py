@@ -129,7 +129,7 @@ def test_the_grace_period_exceeds_the_drain(name: str) -> None:
 RULES = {
     ("apps", "statefulsets"): ({"get"}, {"demo-baton-prefill", "demo-baton-decode", "demo-baton-head"}),
     ("apps", "statefulsets/scale"): ({"get", "update"}, {"demo-baton-prefill", "demo-baton-decode"}),
-    ("", "pods"): ({"get", "list", "watch", "patch"}, set()),
+    ("", "pods"): ({"list", "watch", "patch"}, set()),
     ("", "pods/eviction"): ({"create"}, set()),
     ("", "configmaps"): ({"get", "update"}, {"demo-baton-slo", "demo-baton-fleet"}),
     ("", "events"): ({"create", "list"}, set()),
