@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,13 @@ def helm(*args: str, values: Values | None = None) -> str:
 
 
 def notes(values: Values) -> str:
-    said = helm("install", "demo", str(CHART), "--namespace", "ns", "--dry-run=client", "--values", "-", values=values)
-    return said.partition("NOTES:")[2]
+    return _notes(json.dumps(values))
+
+
+@cache
+def _notes(values: str) -> str:
+    args = ("install", "demo", str(CHART), "--namespace", "ns", "--dry-run=client", "--values", "-")
+    return helm(*args, values=json.loads(values)).partition("NOTES:")[2]
 
 
 @pytest.mark.parametrize("name", ["least", "everything", "kuberay", "external"])
@@ -49,7 +55,7 @@ def test_a_package_renders_what_the_folder_does_and_holds_nothing_else(tmp_path:
 
 
 def test_nothing_is_drawn_by_chance_but_rays_token() -> None:
-    assert render(STILL, "again").text == render(STILL, "again", "--debug").text
+    assert render(STILL).text == render(STILL, "demo", "--debug").text
     secret = render(LEAST).get("Secret", "demo-baton-ray")
     assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert not render(STILL).of_kind("Secret")
