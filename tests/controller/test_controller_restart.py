@@ -175,6 +175,9 @@ class CountingControl(control_pb2_grpc.ControlServicer):
     async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
         raise AssertionError("workers do not report")
 
+    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
+
 
 async def serve(control: CountingControl, port: int) -> grpc.aio.Server:
     server = grpc.aio.server()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.request import Role
@@ -15,11 +17,11 @@ def told(*pods: Pod, **more: object) -> list[Condition]:
     return conditions(Symptoms({one.name: one for one in pods}, (), **more))  # type: ignore[arg-type]
 
 
-def pod(name: str = "demo-decode-0", **status: object) -> Pod:
+def pod(name: str = "demo-decode-0", **status: Any) -> Pod:
     return pod_of({"metadata": {"name": name, "uid": name}, "spec": {"nodeName": "n1"}, "status": status})
 
 
-def waiting(reason: str, message: str = "", restarts: int = 0, **last: object) -> dict[str, object]:
+def waiting(reason: str, message: str = "", restarts: int = 0, **last: object) -> dict[str, Any]:
     state = {"waiting": {"reason": reason, "message": message}}
     return {"containerStatuses": [{"state": state, "lastState": last, "restartCount": restarts}], "phase": "Pending"}
 

@@ -138,5 +138,12 @@ def test_a_release_that_does_not_come_up_takes_nobody_else_with_it_and_is_taken_
     assert step(there.progress()) == Replace("decode-1")
 
 
+def test_what_a_surge_added_stays_until_the_last_one_is_up() -> None:
+    workers = [worker(name, old=False) for name in ("prefill-0", "decode-0", "decode-1")]
+    late = replace(workers[1], serves=False)
+    assert step(Progress([workers[0], late, workers[2]], {"decode": 1}, 0, None)) == Wait("decode-0 is not up yet")
+    assert step(Progress(workers, {"decode": 1}, 0, None)) == Shrink("decode")
+
+
 def test_nothing_old_is_nothing_to_do() -> None:
     assert step(Progress([worker("prefill-0", old=False), worker("decode-0", old=False)], {}, 0, 0.1)) == Done()

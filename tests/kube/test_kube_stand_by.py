@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import grpc
 import httpx
@@ -16,7 +17,9 @@ import pytest
 
 from baton.peer_trust import PeerTrust
 from baton.request import Role
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.v1 import control_pb2_grpc
+from router.controller.control_service import ControlService
+from router.controller.controller import Controller
 from router.controller.fleet_state import READY, AfterDrain
 from router.controller.kube import prestop, stand_by
 from router.controller.kube.calls import KubeCalls
@@ -162,10 +165,10 @@ async def test_the_limit_ends_the_wait_and_so_does_a_worker_that_is_gone(tmp_pat
 async def test_a_controller_that_is_away_is_asked_again_when_it_is_back() -> None:
     asked: list[str] = []
 
-    class Back(control_pb2_grpc.ControlServicer):
-        async def Leave(self, request: control_pb2.LeaveRequest, context: object) -> control_pb2.LeaveResponse:
-            asked.append(request.worker_id)
-            return control_pb2.LeaveResponse(drained=True)
+    class Back:
+        async def leave(self, worker_id: str) -> bool:
+            asked.append(worker_id)
+            return True
 
     port = free_port()
     async with listening() as address:
@@ -173,7 +176,7 @@ async def test_a_controller_that_is_away_is_asked_again_when_it_is_back() -> Non
         await asyncio.sleep(0.1)
         assert not waiting.done()
         server = grpc.aio.server()
-        control_pb2_grpc.add_ControlServicer_to_server(Back(), server)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(cast("Controller", Back())), server)
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         async with asyncio.timeout(PATIENCE_S):

@@ -41,7 +41,7 @@ from router.controller.kube.saved_fleet import ConfigMapFleet
 from router.controller.kube.seeds import seeded_classes
 from router.controller.kube.sizes import PodPool, StatefulSetPool
 from router.controller.kube.stand_by import lead
-from router.controller.kube.status import Conditions
+from router.controller.kube.status import Conditions, Status
 from router.controller.kube.upgrade import Upgrade
 from router.controller.kube.view import View
 from router.controller.live_facts import gpus_per_worker
@@ -132,7 +132,13 @@ class Platform:
 
     def show(self, app: FastAPI, tokens: Callable[[], Sequence[Token]], registry: Registry) -> None:
         """Add what the admin endpoint says of the cluster, and its metrics."""
-        app.include_router(kube_routes(self._view.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        app.include_router(kube_routes(self.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        self.show_metrics(registry)
+
+    def status(self) -> Status:
+        return self._view.status()
+
+    def show_metrics(self, registry: Registry) -> None:
         for source in (self.client.counts, self.pods, self._view):
             registry.add(source)
 

@@ -143,6 +143,9 @@ def _no_way(now: Progress, home: str) -> Step:
 
 
 def _tidy(now: Progress) -> Step:
+    """What was added goes once everybody else serves."""
+    if any(now.surged.values()) and (late := [worker.name for worker in now.workers if not worker.serves]):
+        return Wait(f"{', '.join(late)} is not up yet")
     for home in sorted(home for home, number in now.surged.items() if number):
         return Shrink(home)
     return Done()

@@ -32,6 +32,7 @@ from router.controller.kube.rollout import Done, Pause, Progress, Replace, Shrin
 log = get_log("controller.kube.upgrade")
 
 SETS_S = 5.0  # between two looks at which revision sets want; an upgrade takes minutes
+STUCK_S = 10.0  # a process that comes up again, or an image that is pulled again, needs less
 Pull = Callable[[Act, str], Awaitable[object]]  # through the levers; with a reason
 
 
@@ -63,6 +64,7 @@ class Upgrade:
         self._read_s = float("-inf")
         self._surged: dict[str, int] = {}
         self._draining_since_s: dict[str, float] = {}
+        self._stuck_since_s: float | None = None
         self._said = ""
         self._step: Step = Done()
 
@@ -115,36 +117,46 @@ class Upgrade:
     def _progress(self) -> Progress:
         pods = self._pods.by_name()
         found = [(member, pods.get(member.worker_id)) for member in self._controller.fleet.members()]
-        workers = [self._worker(member, pod) for member, pod in found if pod is not None and pod.home in self._sets]
-        stuck = [member for member, pod in found if member.state == FAILED and pod is not None and self._is_new(pod)]
+        homes = {name: home for home, known in self._homes.known().items() for name in known.names}
+        workers = [
+            self._worker(member, pod, homes[member.worker_id]) for member, pod in found if member.worker_id in homes
+        ]
         return Progress(
             workers=workers,
             surged=self._surged,
             num_spare=self._homes.num_spare(),
             goodput=self._goodput(),
-            stuck=f"{stuck[0].worker_id}: {stuck[0].reason}" if stuck else self._unstartable(pods.values()),
+            stuck=self._stuck([(member, pod) for member, pod in found if pod is not None and self._is_new(pod)]),
         )
 
-    def _worker(self, member: Member, pod: Pod) -> Worker:
+    def _worker(self, member: Member, pod: Pod | None, home: str) -> Worker:
+        """One whose pod is yet to be made will be new."""
+        view = self._controller.view(member.worker_id)  # of a process that only announced itself there is none yet
         ends = member.after_drain is AfterDrain.END  # it is not to come back, so it is none of ours
         return Worker(
             name=member.worker_id,
-            home=pod.home,
+            home=home,
             role=member.role,
-            is_old=not self._is_new(pod) and not ends,
-            serves=member.state == READY,
-            leaves=member.draining or pod.is_terminating,
+            is_old=pod is not None and not self._is_new(pod) and not ends,
+            serves=member.state == READY and view is not None and not view.load.draining,
+            leaves=member.draining or (pod is not None and pod.is_terminating),
             fingerprint=member.fingerprint,
         )
 
     def _is_new(self, pod: Pod) -> bool:
+        """So is one of a set of which nobody knows what it wants."""
         wanted = self._sets.get(pod.home)
-        return wanted is not None and pod.revision == wanted.update_revision
+        return wanted is None or pod.revision == wanted.update_revision
 
-    def _unstartable(self, pods: Iterable[Pod]) -> str:
-        """Of new pods: what does not pass by itself."""
-        stuck = [pod for pod in pods if self._is_new(pod) and pod.waiting.reason]
-        return f"{stuck[0].name}: {stuck[0].waiting.reason}" if stuck else ""
+    def _stuck(self, new: Iterable[tuple[Member, Pod]]) -> str:
+        """Why a new worker does not come up, once that has been so for STUCK_S; "" before."""
+        failed = [f"{m.worker_id}: {pod.waiting.reason or m.reason}" for m, pod in new if _fails(m, pod)]
+        if not failed:
+            self._stuck_since_s = None
+            return ""
+        if self._stuck_since_s is None:
+            self._stuck_since_s = self._now_s()
+        return failed[0] if self._now_s() - self._stuck_since_s >= STUCK_S else ""
 
     async def _take(self, wanted: Step, pull: Pull) -> None:
         match wanted:
@@ -188,3 +200,8 @@ class Upgrade:
         with contextlib.suppress(Conflict):  # another pod has that name by now
             await self._calls.run(lambda: self._api.evict(pod))
         self._draining_since_s.pop(pod.name, None)
+
+
+def _fails(member: Member, pod: Pod) -> bool:
+    """And not only starts."""
+    return member.state == FAILED or bool(pod.waiting.reason)
