@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.chart.chart_rig import CHART, HELM, Values
+from tests.chart.chart_rig import CHART, GO, HELM, Values
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_http import Handler
 from tests.kube.fake_api_rbac import ADMIN
@@ -36,7 +36,7 @@ class HelmCluster:
         patch.setattr(Handler, "_json", read_body)
         self.api = FakeApi(namespaces=("default", NAMESPACE))
         self._config = self.api.kubeconfig(folder / "kubeconfig", namespace=NAMESPACE)
-        self._env = {"HOME": str(folder), "PATH": "/usr/bin:/bin"}
+        self._env = {"HOME": str(folder), "PATH": "/usr/bin:/bin", **GO}
 
     def __enter__(self) -> HelmCluster:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tarfile
 from functools import cache
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.chart.chart_rig import CHART, HELM, ROOT, Values, merged, needs_helm, render
+from tests.chart.chart_rig import CHART, GO, HELM, ROOT, Values, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX, STILL
 from tests.chart.golden import GOLDEN, golden
 
@@ -20,7 +21,12 @@ pytestmark = needs_helm
 
 def helm(*args: str, values: Values | None = None) -> str:
     done = subprocess.run(
-        [str(HELM), *args], input=json.dumps(values or {}), capture_output=True, text=True, check=False
+        [str(HELM), *args],
+        input=json.dumps(values or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | GO,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
