@@ -39,7 +39,7 @@ from router.controller.kube.pods import PodTable, PodWatch
 from router.controller.kube.ray_cluster import RayClusterPool
 from router.controller.kube.saved_fleet import ConfigMapFleet
 from router.controller.kube.seeds import seeded_classes
-from router.controller.kube.sizes import PodPool, StatefulSetPool
+from router.controller.kube.sizes import ForeignPool, PodPool, StatefulSetPool
 from router.controller.kube.stand_by import lead
 from router.controller.kube.status import Conditions, Status
 from router.controller.kube.upgrade import Upgrade
@@ -120,7 +120,9 @@ class Platform:
         while True:
             await asyncio.sleep(_CARE_S)
             await self._care.look(self._upgrade.paused)
-            if self.lease.is_held:
+            if (
+                self.lease.is_held and self._cluster.kubernetes.mode == "statefulset"
+            ):  # others' pods are others' to replace
                 await self._upgrade.look(pull)
 
     async def until_lost(self, stop: asyncio.Event) -> None:
@@ -157,9 +159,13 @@ class Platform:
             raise Unavailable("the Lease ran out meanwhile: another controller may act")
 
     def _pods_of(self, home: str) -> PodPool:
-        if self._cluster.kubernetes.mode == "kuberay":
-            return RayClusterPool(self.api, self._fullname, home, lambda: self._names_of(home))
-        return StatefulSetPool(self.api, f"{self._fullname}-{home}")
+        match self._cluster.kubernetes.mode:
+            case "kuberay":
+                return RayClusterPool(self.api, self._fullname, home, lambda: self._names_of(home))
+            case "external":
+                return ForeignPool(home, lambda: self._names_of(home))
+            case _:
+                return StatefulSetPool(self.api, f"{self._fullname}-{home}")
 
     def _names_of(self, home: str) -> set[str]:
         pods = self.pods.by_name().values()
