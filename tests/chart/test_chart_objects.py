@@ -161,6 +161,12 @@ def test_the_objects_that_a_role_names_exist() -> None:
         assert all(release.has(kind, name) for name in names)
 
 
+def test_the_head_has_an_address_that_outlives_its_pod() -> None:
+    service = render(LEAST).get("Service", "demo-baton-head")["spec"]
+    assert "clusterIP" not in service
+    assert service["ports"] == [{"name": "gcs", "port": 6379, "targetPort": "gcs"}]
+
+
 def test_only_the_controller_has_a_token_of_the_api_server() -> None:
     assert render(EVERYTHING).get("ServiceAccount", "demo-baton")["automountServiceAccountToken"] is False
     for name, pod in render(EVERYTHING).pods():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ import yaml
 from tests.chart.chart_rig import CHART, GO, HELM, ROOT, Values, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX, STILL
 from tests.chart.golden import GOLDEN, golden
+from tests.chart.schema_leaves import SCHEMA
 
 pytestmark = needs_helm
 
@@ -109,3 +112,27 @@ def test_notes_warn(name: str) -> None:
 
 def test_notes_do_not_warn_of_what_is_well() -> None:
     assert "WARNING" not in notes(merged(EVERYTHING, {"scaler": {"mode": "auto"}}))
+
+
+def test_the_guides_example_installs_and_every_value_that_it_names_is_there() -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    render(yaml.safe_load(example))
+    named = {name.rstrip(":.") for name in re.findall(r"`([a-z][A-Za-z]*(?:\.[A-Za-z*<>]+)+):?[^`]*`", guide)}
+    roots = SCHEMA["properties"].keys()
+    asked = {name for name in named if name.split(".")[0] in roots}
+    assert len(asked) > 25
+    for name in asked:
+        path = re.sub(r"\.(\*|<role>)", ".prefill", name) if name.startswith("pools.") else name.removesuffix(".*")
+        assert resolves(path), name
+
+
+def resolves(path: str) -> bool:
+    node: dict[str, Any] = SCHEMA
+    for name in path.split("."):
+        if "$ref" in node:
+            node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]]
+        if name not in node.get("properties", {}):
+            return False
+        node = node["properties"][name]
+    return True
