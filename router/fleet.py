@@ -400,7 +400,8 @@ class Fleet:
     def epoch_of(self, worker_id: str) -> int:
         """The life that a worker is in; 0 = it is not connected."""
         row = self._table.row_of.get(worker_id)
-        return self._by_row[row].session.epoch if row is not None else 0
+        endpoint = self._by_row.get(row) if row is not None else None  # None also where it is only being started
+        return endpoint.session.epoch if endpoint is not None else 0
 
     def on_change(self, endpoint: Endpoint) -> None:
         """A Session came, went, or said something new of its worker's state or links."""

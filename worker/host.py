@@ -210,7 +210,7 @@ class WorkerHost:
                 self.parked.expire(now_s)
                 self._flush(step=0)
                 self._flip_if_idle()
-            if self._is_busy() or self.sessions.outbox_bytes():
+            if self._is_busy() or self.sessions.owe():
                 self._busy_s = now_s
             else:
                 self._idle.set()

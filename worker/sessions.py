@@ -22,6 +22,8 @@ from worker.parked import ParkedCalls
 
 log = get_log("worker.sessions")
 
+ABOUT_THE_WORKER = ("opened", "load", "heartbeat", "links", "cache_delta")  # fields of SessionEvent
+
 
 class RouterSession:
     """What this worker owes to one router."""
@@ -73,6 +75,11 @@ class RouterSession:
     @property
     def has_unsent(self) -> bool:
         return self._step is not None
+
+    @property
+    def owes(self) -> bool:
+        """It has not read yet something about its calls; how the worker is, it hears again and again."""
+        return any(event.WhichOneof("message") not in ABOUT_THE_WORKER for _, _, event in self._outbox)
 
     @property
     def is_closed(self) -> bool:
@@ -194,6 +201,10 @@ class Sessions:
     def outbox_bytes(self) -> int:
         """What routers have not read yet."""
         return sum(session.num_bytes for session in self._by_epoch.values())
+
+    def owe(self) -> bool:
+        """Some router has yet to read of a call."""
+        return any(session.owes for session in self._by_epoch.values())
 
     def flush(self, step: int, load: worker_pb2.Load) -> None:
         for session in self._by_epoch.values():

@@ -1,7 +1,7 @@
 """Who may use the admin endpoint: named tokens of two files, of which only hashes stay in memory.
 
-    tokens.json               in the run folder, drawn by `baton up`, mode 0600: {name: {"role", "secret"}}. It may be missing
-                              where there is the other one
+    tokens.json               in the run folder, drawn by `baton up`, mode 0600: {name: {"role", "secret"}}; not
+                              needed where there is the other one
     controller.admin_tokens_file   YAML or JSON, a file or a folder of them as a secret is mounted:
         tokens:
         - name: ann           as history and audit lines have it; several entries of one name and role are one person's tokens
@@ -19,13 +19,13 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from baton import clock
 from baton.errors import ConfigError
 from baton.log import get_log
 
@@ -65,7 +65,7 @@ def digest_of(secret: str) -> bytes:
 class TokenFiles:
     """`current()` is what is in force now."""
 
-    def __init__(self, drawn: Path, more: str, now_s: Callable[[], float] = clock.now_s) -> None:
+    def __init__(self, drawn: Path, more: str, now_s: Callable[[], float] = time.monotonic) -> None:
         """`drawn`: tokens.json; `more`: the setting, "" = none.
 
         Raises:

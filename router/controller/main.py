@@ -134,7 +134,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     background.keep("save memory", live.memory.run)
     background.keep("local prefill", partial(hand_back, controller, planner))
     if kube is not None:
-        background.keep("cluster", kube.look_after)
+        background.keep("cluster", partial(kube.look_after, live.orders))
         background.keep("lease", partial(kube.until_lost, stop))
     await stop.wait()
     await background.end()

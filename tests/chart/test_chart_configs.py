@@ -12,9 +12,11 @@ import yaml
 
 from baton.config import ClusterConfig, EngineConfig, KubernetesConfig, KVTransferConfig, RouterConfig
 from baton.config_load import from_json, load
+from baton.peer_trust import PeerTrust
 from baton.slo import SLO
 from router.controller import ray_head
 from router.controller.admin_models import SLOClass
+from router.controller.kube import prestop
 from tests.chart.chart_rig import CHART, Release, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
 
@@ -138,6 +140,56 @@ def test_ray_is_started_with_the_environment_that_was_measured(tmp_path: Path) -
                 )
                 for key in theirs - {"RAY_AUTH_TOKEN_PATH", "RAY_gcs_storage_path"}:
                     assert env[key] == ours[key], key
+
+
+@pytest.mark.parametrize("name", ["least", "redis", "kuberay"])
+def test_ray_start_takes_the_flags_that_it_is_given(name: str) -> None:
+    from ray.scripts.scripts import start  # seconds: for this alone
+
+    num_commands = 0
+    for _, pod in render(MATRIX[name]).pods():
+        for container in pod["spec"]["containers"]:
+            if (args := container.get("args", []))[:2] == ["ray", "start"]:
+                with start.make_context("start", list(args[2:])) as context:
+                    assert context.params["block"] is True
+                num_commands += 1
+    for cluster in render(MATRIX[name]).of_kind("RayCluster"):
+        for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+            flags = {f"--{flag}" for flag in group["rayStartParams"]}
+            assert flags <= {option for parameter in start.params for option in parameter.opts}
+            num_commands += 1
+    assert num_commands == 4
+
+
+def test_a_head_with_redis_has_its_password_from_the_secret() -> None:
+    (container,) = render(MATRIX["redis"]).get("StatefulSet", "demo-baton-head")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    env = {item["name"]: item for item in container["env"]}
+    assert env["RAY_REDIS_ADDRESS"]["value"] == "r:6379"
+    assert env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == {"name": "r", "key": "password"}
+    assert "--redis-password=$(REDIS_PASSWORD)" in container["args"]
+    assert "RAY_gcs_storage" not in env
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_pods_last_command_is_one_that_the_module_takes(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(control: str, worker_id: str, address: tuple[str, int], limit_s: float, trust: PeerTrust) -> None:
+        said.append((control, worker_id, address[1], limit_s))
+
+    said: list[tuple[str, str, int, float]] = []
+    monkeypatch.setattr(prestop, "wait_until_drained", asked)
+    monkeypatch.setattr("asyncio.run", lambda result: "")
+    monkeypatch.setattr(prestop, "PeerTrust", lambda folder, part: folders.append(folder))
+    folders: list[str] = []
+    pod = dict(render(EVERYTHING if tls else LEAST).workers())["decode"]
+    (shell, flag, script) = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("sh", "-c")
+    words = script.replace('"$POD_NAME"', "demo-baton-decode-0").split()
+    assert words[:4] == ["exec", "python", "-m", "router.controller.kube.prestop"]
+    assert prestop.main(words[4:]) == 0
+    assert said == [("demo-baton-controller:7001", "demo-baton-decode-0", 7100, 600.0)]
+    assert folders == ["/etc/baton/tls/worker" if tls else ""]
 
 
 def test_the_defaults_of_routers_are_the_codes_own() -> None:

@@ -129,7 +129,7 @@ def test_the_grace_period_exceeds_the_drain(name: str) -> None:
 RULES = {
     ("apps", "statefulsets"): ({"get"}, {"demo-baton-prefill", "demo-baton-decode", "demo-baton-head"}),
     ("apps", "statefulsets/scale"): ({"get", "update"}, {"demo-baton-prefill", "demo-baton-decode"}),
-    ("", "pods"): ({"get", "list", "watch", "patch"}, set()),
+    ("", "pods"): ({"list", "watch", "patch"}, set()),
     ("", "pods/eviction"): ({"create"}, set()),
     ("", "configmaps"): ({"get", "update"}, {"demo-baton-slo", "demo-baton-fleet"}),
     ("", "events"): ({"create", "list"}, set()),
@@ -161,9 +161,16 @@ def test_the_objects_that_a_role_names_exist() -> None:
         assert all(release.has(kind, name) for name in names)
 
 
+def test_the_head_has_an_address_that_outlives_its_pod() -> None:
+    service = render(LEAST).get("Service", "demo-baton-head")["spec"]
+    assert "clusterIP" not in service
+    assert service["ports"] == [{"name": "gcs", "port": 6379, "targetPort": "gcs"}]
+
+
 def test_only_the_controller_has_a_token_of_the_api_server() -> None:
+    assert render(EVERYTHING).get("ServiceAccount", "demo-baton")["automountServiceAccountToken"] is False
     for name, pod in render(EVERYTHING).pods():
-        mounts = pod["spec"].get("automountServiceAccountToken", True)
+        mounts = pod["spec"]["automountServiceAccountToken"]
         assert mounts is (name == "Deployment/demo-baton-controller"), name
 
 
@@ -280,6 +287,12 @@ def test_everything_that_a_pod_mounts_is_there_and_all_that_is_mounted_has_a_pla
         for volume in volumes.values():
             if "configMap" in volume:
                 assert release.has("ConfigMap", volume["configMap"]["name"])
+
+
+def test_no_pod_is_replaced_for_a_new_version_of_the_chart_alone() -> None:
+    for name, pod in render(EVERYTHING).pods():
+        if not name.startswith("Pod/"):
+            assert not pod["metadata"]["labels"].keys() & {"helm.sh/chart", "app.kubernetes.io/version"}, name
 
 
 def test_pods_are_replaced_when_what_they_read_at_start_changes() -> None:

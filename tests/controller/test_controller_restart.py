@@ -176,7 +176,7 @@ class CountingControl(control_pb2_grpc.ControlServicer):
         raise AssertionError("workers do not report")
 
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("workers do not take machines down")
+        raise AssertionError("nobody asks")
 
 
 async def serve(control: CountingControl, port: int) -> grpc.aio.Server:

@@ -337,3 +337,47 @@ async def test_a_dead_leader_s_successor_goes_on_where_it_stopped(fake: FakeApi,
         assert successor.ids() == rig.ids()
         assert successor.controller.fleet.get("demo-decode-1").role is Role.PREFILL
         assert successor.controller.fleet.get("demo-decode-0").after_drain is AfterDrain.END
+
+
+# -- other homes -----------------------------------------------------------------------------------------------------
+
+
+async def test_pods_of_a_ray_cluster_come_under_names_of_their_own(fake: FakeApi, tmp_path: Path) -> None:
+    groups = [{"groupName": "prefill", "replicas": 0}, {"groupName": "decode", "replicas": 1}]
+    ray = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": "demo"},
+        "spec": {"workerGroupSpecs": groups},
+    }
+    fake.load([*release()[2:], ray], NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, prefill=0, decode=1, mode="kuberay")) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: rig.ids() == ["demo-decode-awaited-0"])
+        rig.make_pod("demo-decode-worker-x7", ip="10.0.0.1")
+        await until(lambda: rig.ids() == ["demo-decode-worker-x7"])
+        await until(lambda: rig.ray.names() == ["demo-decode-worker-x7"])
+        assert await rig.fleet.scale_up(Role.DECODE, "gpu") == "demo-decode-awaited-0"
+        rig.make_pod("demo-decode-worker-a1", ip="10.0.0.2")
+        await until(lambda: rig.ids() == ["demo-decode-worker-a1", "demo-decode-worker-x7"])
+        await rig.fleet.scale_down("demo-decode-worker-x7")  # whichever is meant
+        group = rig.platform.api.ray_cluster("demo").groups[1]
+        assert (group.replicas, group.to_delete) == (1, ("demo-decode-worker-x7",))
+        rig.controller.forget("demo-decode-worker-x7")
+        rig.delete_pod("demo-decode-worker-x7")
+        await until(lambda: rig.ids() == ["demo-decode-worker-a1"])
+        looking.cancel()
+
+
+async def test_others_pods_are_served_on_and_never_scaled(fake: FakeApi, tmp_path: Path) -> None:
+    fake.load(release()[2:], NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, mode="external")) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        rig.make_pod("theirs-decode-a", ip="10.0.0.1")
+        await until(lambda: rig.ray.names() == ["theirs-decode-a"])
+        for asked in (rig.fleet.scale_up(Role.DECODE, "gpu"), rig.fleet.scale_down("theirs-decode-a")):
+            with pytest.raises(Unavailable, match="somebody else makes and ends pods"):
+                await asked
+        rig.delete_pod("theirs-decode-a")
+        await until(lambda: rig.ids() == [])
+        looking.cancel()

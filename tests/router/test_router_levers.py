@@ -32,6 +32,9 @@ class Controller(control_pb2_grpc.ControlServicer):
     async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
         return control_pb2.ReportResponse()
 
+    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
+
 
 def records(workers: list[StubWorker], **states: str) -> list[control_pb2.WorkerRecord]:
     """All of them ready, but for those named with another state."""

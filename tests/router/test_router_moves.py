@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import Internal, Overloaded, TransferFailed, Unavailable
 from baton.model_files import ModelFiles
-from baton.v1 import worker_pb2
+from baton.v1 import control_pb2, worker_pb2
 from router.detokenizer import TextStream
 from router.retry_budget import RetryBudget
 from tests.router.router_rig import Rig, request, running_rig, until
@@ -63,6 +63,26 @@ async def test_a_stream_outlives_its_decode_worker_whenever_it_dies(files: Model
     assert (answer.done.usage.prompt_tokens, answer.done.usage.completion_tokens) == (3, 10)
     assert answer.done.timings.decode_worker != dying.worker_id
     assert next_answer.token_ids == ANSWER
+
+
+async def test_a_stream_goes_on_elsewhere_when_its_worker_is_to_start_anew_at_an_address_that_nobody_knows_yet(
+    files: ModelFiles,
+) -> None:
+    async with two_pairs(files) as rig:
+        decodes = rig.workers[2:]
+        pause(decodes, 5)
+        call = asyncio.create_task(rig.generate(request(max_tokens=10)))
+        leaving = await owner(decodes)
+        for worker in decodes:
+            worker.script.decode_gate.set()
+        records = [control_pb2.WorkerRecord(worker_id=w.worker_id, role=w.role, address=w.address) for w in rig.workers]
+        for record in records:
+            if record.worker_id == leaving.worker_id:
+                record.address, record.state = "", "starting"
+        rig.front_end.fleet.apply(records)
+        answer = await call
+    assert answer.status is None
+    assert answer.token_ids == ANSWER
 
 
 async def test_the_next_worker_is_told_what_was_sent_and_the_same_limit_and_seed(files: ModelFiles) -> None:

@@ -264,6 +264,9 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         self.num_reports += 1
         return control_pb2.ReportResponse()
 
+    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
+
     # --- what is seen ---
 
     def deaths(self) -> list[str]:

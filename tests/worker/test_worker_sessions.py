@@ -221,3 +221,16 @@ async def test_a_stream_that_does_not_open_properly_is_refused(first: worker_pb2
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(worker_pb2_grpc.WorkerStub(channel).Session(talk()))
         assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def test_reports_that_routers_have_yet_to_read_keep_no_drained_worker_busy_and_ends_of_calls_do() -> None:
+    sessions = Sessions(max_bytes=1 << 20, max_age_s=5.0, on_lost=lambda _: None, parked=ParkedCalls(0))
+    sessions.open("r", EPOCH)
+    sessions.open("s", OTHER)
+    sessions.broadcast(worker_pb2.SessionEvent(load=worker_pb2.Load()))
+    sessions.broadcast(worker_pb2.SessionEvent(heartbeat=worker_pb2.HeartbeatReply()))
+    assert sessions.outbox_bytes() > 0
+    assert not sessions.owe()
+    sessions.ended(worker_pb2.Ended(seq=seq(1)))
+    sessions.flush(1, worker_pb2.Load())
+    assert sessions.owe()

@@ -59,9 +59,9 @@ class Care:
         self._short_since_s: dict[str, float] = {}
         self._events: dict[str, tuple[float, list[Happened]]] = {}  # by set: when they were read, and what they say
         self._head = (float("-inf"), "")  # when it was asked, and why it does not answer
-        self.upgrade_paused: Callable[[], str] = str
 
-    async def look(self) -> None:
+    async def look(self, upgrade_paused: str) -> None:
+        """`upgrade_paused`: why; "" = it is not."""
         await self._ask_head()
         symptoms = Symptoms(
             pods=self._pods.by_name(),
@@ -70,7 +70,7 @@ class Care:
             api_silence_s=self._api.client.counts.age_s,
             head_away=self._head[1],
             over_budget=self._homes.over_budget(),
-            upgrade_paused=self.upgrade_paused(),
+            upgrade_paused=upgrade_paused,
         )
         await self._told.see(conditions(symptoms))
         if (pod := self._sick()) is not None:

@@ -146,7 +146,6 @@ class KubeFleet:
                     await self._homes.grow(home, missing)
                 except BatonError as error:
                     log.error("initial_size_refused", set=pool.pods.name, wanted=pool.initial, reason=error.message)
-        self._sizes_s = float("-inf")
 
     def _situation(self) -> Situation:
         members = self._controller.fleet.members()
@@ -265,13 +264,9 @@ class KubeFleet:
         )
 
     async def scale_up(self, role: Role, shape: str) -> str:
-        if self._config.mode == "external":
-            raise Unavailable("kubernetes.mode = external: somebody else makes pods", field="kubernetes.mode")
         home = self._homes.home_of(role, shape)
         self._check_leads()
         names = await self._homes.grow(home)
-        self._sizes_s = float("-inf")
-        self.wake()
         self._controller.expect(names[0], role, shape, extra=True)
         return names[0]
 
@@ -290,8 +285,6 @@ class KubeFleet:
                 await self._actors.end(worker_id)
             await self._homes.shrink(home, {worker_id})
         self._started.pop(worker_id, None)
-        self._sizes_s = float("-inf")
-        self.wake()
 
     def _home_of(self, worker_id: str) -> str | None:
         """None: no size has a place for it any more."""

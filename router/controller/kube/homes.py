@@ -56,11 +56,13 @@ class Homes:
         self._now_s = now_s
         self._sizes: dict[str, SetSize] = {}
         self._read_s: dict[str, float] = {}
+        self._ready: Collection[str] = ()
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
     async def read(self, ready: Collection[str]) -> None:
         """`ready`: pods that are. What cannot be read stays as it was, and is said."""
+        self._ready = ready
         for home, pool in self._pools.items():
             try:
                 self._sizes[home] = await self._calls.run(partial(pool.pods.get, ready))
@@ -126,6 +128,7 @@ class Homes:
         pool = self._pools[home]
         names = await self._calls.run(lambda: pool.pods.scale_up(num_pods, lambda size: self._allows_more(home, size)))
         log.info("scaled_up", set=pool.pods.name, by=num_pods, pods=names)
+        await self.read(self._ready)
         return names
 
     async def shrink(self, home: str, victims: Collection[str]) -> None:
@@ -133,6 +136,7 @@ class Homes:
         pool = self._pools[home]
         await self._calls.run(lambda: pool.pods.scale_down(victims, lambda size: self._allows_less(home, size)))
         log.info("scaled_down", set=pool.pods.name, pods=sorted(victims))
+        await self.read(self._ready)
 
     def _allows_more(self, home: str, size: int) -> None:
         """The whole budget at this moment, before anything is written. Raises: BatonError. On the thread of the write."""

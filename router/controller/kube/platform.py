@@ -24,6 +24,7 @@ from baton.errors import Unavailable
 from baton.log import get_log
 from router.controller.admin_access import Doors
 from router.controller.admin_tokens import Token
+from router.controller.autoscaler.acts import Act
 from router.controller.controller import Controller
 from router.controller.kube.admin import kube_routes
 from router.controller.kube.api import KubeApi
@@ -38,14 +39,17 @@ from router.controller.kube.pods import PodTable, PodWatch
 from router.controller.kube.ray_cluster import RayClusterPool
 from router.controller.kube.saved_fleet import ConfigMapFleet
 from router.controller.kube.seeds import seeded_classes
-from router.controller.kube.sizes import PodPool, StatefulSetPool
+from router.controller.kube.sizes import ForeignPool, PodPool, StatefulSetPool
 from router.controller.kube.stand_by import lead
-from router.controller.kube.status import Conditions
+from router.controller.kube.status import Conditions, Status
+from router.controller.kube.upgrade import Upgrade
 from router.controller.kube.view import View
 from router.controller.live_facts import gpus_per_worker
+from router.controller.pool_orders import Order, PoolOrders
 from router.controller.ray_actors import Connect, RayActors, connect
 from router.controller.settings import Budget
 from router.controller.versioned import Format, Versions
+from router.ring import SPANS_S
 from router.series import Registry
 
 log = get_log("controller.kube")
@@ -98,16 +102,28 @@ class Platform:
         near = (controller, homes, self.pods, actors, self.api, self.calls)
         self._fleet = KubeFleet(cluster, *near, leads)
         self._care = Care(*near, told, leads, kubernetes.sick_s)
+        drain_s = cluster.router.drain_s
+        self._upgrade = Upgrade(
+            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s
+        )
         seeded = seeded_classes(kubernetes, ()) or None
-        self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, str)
+        self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, self._upgrade)
         self._watch.start()
         return self._fleet
 
-    async def look_after(self) -> None:
+    async def look_after(self, orders: PoolOrders) -> None:
         """For ever: what is beside the fleet itself."""
+
+        async def pull(act: Act, reason: str) -> str:
+            return await orders.carry_out(act, Order("upgrade", reason))
+
         while True:
             await asyncio.sleep(_CARE_S)
-            await self._care.look()
+            await self._care.look(self._upgrade.paused)
+            if (
+                self.lease.is_held and self._cluster.kubernetes.mode == "statefulset"
+            ):  # others' pods are others' to replace
+                await self._upgrade.look(pull)
 
     async def until_lost(self, stop: asyncio.Event) -> None:
         """Set `stop` once another controller leads."""
@@ -118,7 +134,13 @@ class Platform:
 
     def show(self, app: FastAPI, tokens: Callable[[], Sequence[Token]], registry: Registry) -> None:
         """Add what the admin endpoint says of the cluster, and its metrics."""
-        app.include_router(kube_routes(self._view.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        app.include_router(kube_routes(self.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        self.show_metrics(registry)
+
+    def status(self) -> Status:
+        return self._view.status()
+
+    def show_metrics(self, registry: Registry) -> None:
         for source in (self.client.counts, self.pods, self._view):
             registry.add(source)
 
@@ -137,10 +159,21 @@ class Platform:
             raise Unavailable("the Lease ran out meanwhile: another controller may act")
 
     def _pods_of(self, home: str) -> PodPool:
-        if self._cluster.kubernetes.mode == "kuberay":
-            return RayClusterPool(self.api, self._fullname, home, lambda: self._names_of(home))
-        return StatefulSetPool(self.api, f"{self._fullname}-{home}")
+        match self._cluster.kubernetes.mode:
+            case "kuberay":
+                return RayClusterPool(self.api, self._fullname, home, lambda: self._names_of(home))
+            case "external":
+                return ForeignPool(home, lambda: self._names_of(home))
+            case _:
+                return StatefulSetPool(self.api, f"{self._fullname}-{home}")
 
     def _names_of(self, home: str) -> set[str]:
         pods = self.pods.by_name().values()
         return {pod.name for pod in pods if pod.home == home and not pod.is_terminating}
+
+
+def goodput(controller: Controller) -> float | None:
+    """The part of calls that met their targets, all classes, in the shortest window; None: there were none."""
+    windows = [w for w in controller.measures.view(time.monotonic()).classes if w.window_s == min(SPANS_S)]
+    num_judged = sum(window.num_judged for window in windows)
+    return sum(window.num_met for window in windows) / num_judged if num_judged else None

@@ -4,7 +4,7 @@ Pure: pods as they are in, one step out, found again at the next look until it i
 
     Surge     one more pod, of the new revision, in a pool whose work nobody else could do meanwhile, or where the budget has room
     Replace   an old worker drains, then its pod is evicted and comes back new
-    Shrink    the pods that a surge added, once nothing is old
+    Shrink    the pods that a surge added, once nothing is old there and the room is needed, or nothing is old at all
     Wait      the last step is not done yet
     Pause     it goes on once that is over
     Done
@@ -33,7 +33,6 @@ class Worker:
     is_old: bool
     serves: bool
     leaves: bool  # it drains for its end or its return, or its pod is being taken down
-    is_idle: bool = False  # drained, by its own word
     fingerprint: str = ""
 
 
@@ -133,6 +132,10 @@ def _can_serve(workers: Sequence[Worker]) -> bool:
 
 
 def _no_way(now: Progress, home: str) -> Step:
+    """The room that another pool's surge took is free once that pool is new."""
+    unfinished = {worker.home for worker in now.workers if worker.is_old}
+    for other in sorted(name for name, number in now.surged.items() if number and name not in unfinished):
+        return Shrink(other)
     return Pause(
         f"without one more pod of {home} nobody would serve while its worker is replaced, and the GPU budget has no room:"
         " raise it by one worker for the time of the upgrade"
@@ -140,6 +143,9 @@ def _no_way(now: Progress, home: str) -> Step:
 
 
 def _tidy(now: Progress) -> Step:
+    """What was added goes once everybody else serves."""
+    if any(now.surged.values()) and (late := [worker.name for worker in now.workers if not worker.serves]):
+        return Wait(f"{', '.join(late)} is not up yet")
     for home in sorted(home for home, number in now.surged.items() if number):
         return Shrink(home)
     return Done()

@@ -1,4 +1,4 @@
-"""How many pods a pool has: one port, an adapter for StatefulSets and one for RayClusters (ray_cluster.py).
+"""How many pods a pool has: one port, adapters for StatefulSets, for others' pods, and for RayClusters (ray_cluster.py).
 
     get           what is desired, ready, pending, and which pods a smaller size would end
     scale_up      so many more
@@ -121,6 +121,36 @@ class StatefulSetPool:
 
     def _pod(self, ordinal: int) -> str:
         return f"{self._name}-{ordinal}"
+
+
+class ForeignPool:
+    """Pods that somebody else makes and ends (`kubernetes.mode` = external). `pods`: names of those that are there now."""
+
+    def __init__(self, home: str, pods: Callable[[], Collection[str]]) -> None:
+        self._home = home
+        self._pods = pods
+
+    @property
+    def name(self) -> str:
+        return self._home
+
+    def desired(self) -> int:
+        return len(self._pods())
+
+    def get(self, ready: Collection[str]) -> SetSize:
+        names = tuple(sorted(self._pods()))
+        there = sum(name in ready for name in names)
+        return SetSize(len(names), there, tuple(name for name in names if name not in ready), names)
+
+    def scale_up(self, num_pods: int, allows: Allows) -> tuple[str, ...]:
+        raise self._refusal()
+
+    def scale_down(self, victims: Collection[str], allows: Allows) -> None:
+        if not set(victims).isdisjoint(self._pods()):
+            raise self._refusal()
+
+    def _refusal(self) -> Unavailable:
+        return Unavailable("kubernetes.mode = external: somebody else makes and ends pods", field="kubernetes.mode")
 
 
 def ordinal_of(pod: str) -> int:

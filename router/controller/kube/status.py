@@ -82,9 +82,11 @@ class Conditions:
         for kind in self._since_s.keys() - kinds:
             log.info("condition_over", kind=kind, after_s=round(now_s - self._since_s.pop(kind)))
             self._told_s.pop(kind, None)
+        for kind in kinds:
+            self._since_s.setdefault(kind, now_s)
         self._held = list(found)
         for one in found:
-            since_s = self._since_s.setdefault(one.kind, now_s)
+            since_s = self._since_s[one.kind]
             told_s = self._told_s.get(one.kind, float("-inf"))
             if now_s - since_s >= HOLD_S and now_s - told_s >= AGAIN_S:
                 self._told_s[one.kind] = now_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from router.controller.controller import Controller
 from router.controller.kube.client import CallCounts
@@ -10,6 +10,7 @@ from router.controller.kube.homes import Homes
 from router.controller.kube.lease import KubeLease
 from router.controller.kube.seeds import drift
 from router.controller.kube.status import Conditions, SizeStatus, Status
+from router.controller.kube.upgrade import Upgrade
 from router.controller.slo_store import SLOSet
 from router.series import header, labelled, sample
 
@@ -23,9 +24,9 @@ class View:
         homes: Homes,
         told: Conditions,
         seeded: SLOSet | None,
-        upgrade: Callable[[], str],
+        upgrade: Upgrade,
     ) -> None:
-        """`seeded`: SLO classes as the chart's values have them; None: they have none. `upgrade`: what it does."""
+        """`seeded`: SLO classes as the chart's values have them; None: they have none."""
         self._controller = controller
         self._lease = lease
         self._counts = counts
@@ -42,7 +43,7 @@ class View:
             sizes=tuple(self._sizes()),
             conditions=self._told.held(),
             slo_drift=tuple(drift(self._seeded, self._controller.slo.value)) if self._seeded is not None else (),
-            upgrade=self._upgrade(),
+            upgrade=self._upgrade.describe(),
         )
 
     def _sizes(self) -> Iterator[SizeStatus]:

@@ -39,6 +39,9 @@
 {{- if not (or $pools.both.enabled (and $pools.prefill.enabled $pools.decode.enabled)) -}}
   {{- $wrong = append $wrong "pools: an answer needs a prefill and a decode pool, or pools.both" -}}
 {{- end -}}
+{{- if and $pools.both.enabled (or $pools.prefill.enabled $pools.decode.enabled) -}}
+  {{- $wrong = append $wrong "pools.both goes alone: set pools.prefill.enabled and pools.decode.enabled to false, or pools.both.enabled" -}}
+{{- end -}}
 {{- $floor := 0 -}}
 {{- $first := get $pools (first $names) -}}
 {{- range $name := $names -}}

@@ -2,7 +2,7 @@
 {{- define "baton.headPod" -}}
 metadata:
   labels:
-    {{- include "baton.labels" (list . "head") | nindent 4 }}
+    {{- include "baton.podLabels" (list . "head") | nindent 4 }}
 spec:
   serviceAccountName: {{ include "baton.serviceAccount" . }}
   automountServiceAccountToken: false
@@ -24,6 +24,9 @@ spec:
         {{- range $flag, $value := include "baton.headStart" . | fromYaml }}
         - {{ printf "--%s=%s" $flag $value | quote }}
         {{- end }}
+        {{- if and (eq .Values.ray.gcs.storage "redis") .Values.ray.gcs.redis.passwordSecret }}
+        - --redis-password=$(REDIS_PASSWORD)
+        {{- end }}
         - --no-monitor
         - --block
       {{- end }}
@@ -38,7 +41,7 @@ spec:
         - {name: RAY_REDIS_ADDRESS, value: {{ .Values.ray.gcs.redis.address | quote }}}
         {{- with .Values.ray.gcs.redis }}
         {{- if .passwordSecret }}
-        - {name: RAY_REDIS_PASSWORD, valueFrom: {secretKeyRef: {name: {{ .passwordSecret }}, key: {{ .passwordKey }}}}}
+        - {name: REDIS_PASSWORD, valueFrom: {secretKeyRef: {name: {{ .passwordSecret }}, key: {{ .passwordKey }}}}}
         {{- end }}
         {{- end }}
         {{- end }}

@@ -26,12 +26,18 @@ baton.dev/home: {{ index . 2 }}
 {{- end }}
 {{- end }}
 
-{{/* The same arguments -> the labels of an object or pod of that part; ours win over the user's. */}}
+{{/* The same arguments -> the labels of an object of that part; ours win over the user's. */}}
 {{- define "baton.labels" -}}
 {{- $root := index . 0 -}}
 {{- $ours := include "baton.selector" . | fromYaml -}}
 {{- $about := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service "app.kubernetes.io/part-of" "baton" "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) -}}
 {{- toYaml (merge $ours $about $root.Values.commonLabels) -}}
+{{- end }}
+
+{{/* The same arguments -> the labels of a pod: without versions, so that a new chart alone replaces no pod. */}}
+{{- define "baton.podLabels" -}}
+{{- $ours := include "baton.selector" . | fromYaml -}}
+{{- toYaml (merge $ours (dict "app.kubernetes.io/part-of" "baton") (index . 0).Values.commonLabels) -}}
 {{- end }}
 
 {{/* (list root name component home?) -> metadata of an object. */}}

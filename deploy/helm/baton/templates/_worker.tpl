@@ -6,7 +6,7 @@
 {{- with get $root.Values.pools $name -}}
 metadata:
   labels:
-    {{- include "baton.labels" (list $root "worker" $name) | nindent 4 }}
+    {{- include "baton.podLabels" (list $root "worker" $name) | nindent 4 }}
     baton.dev/fleet: {{ $full }}
     baton.dev/role: {{ $name }}
     {{- if $root.Values.llmdLabels }}

@@ -1,0 +1,207 @@
+"""Carries out upgrades of worker pods: asks rollout.py for the next step, and takes it. Sets are updated OnDelete, so that nobody
+else takes a pod.
+
+    Replace    drained by order (RETURN: the next process takes work again), then evicted by name and uid, as budgets allow
+    Surge      through the levers, within the GPU budget; where it is refused, without
+    Shrink     through the levers: the last pod, drained first
+
+Whatever was begun is found again by what members and pods show, so a successor goes on with it; only what a surge added is in
+this process's records alone, and left to the autoscaler by a successor. Event loop only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+
+from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.log import get_log
+from router.controller.autoscaler.acts import Act, Create, Drain
+from router.controller.controller import Controller
+from router.controller.fleet_state import FAILED, READY, AfterDrain, Member
+from router.controller.kube.api import KubeApi
+from router.controller.kube.calls import KubeCalls
+from router.controller.kube.errors import Conflict
+from router.controller.kube.homes import Homes
+from router.controller.kube.objects import Pod, PodSet
+from router.controller.kube.pods import PodTable
+from router.controller.kube.rollout import Done, Pause, Progress, Replace, Shrink, Step, Surge, Wait, Worker, step
+
+log = get_log("controller.kube.upgrade")
+
+SETS_S = 5.0  # between two looks at which revision sets want; an upgrade takes minutes
+STUCK_S = 10.0  # a process that comes up again, or an image that is pulled again, needs less
+Pull = Callable[[Act, str], Awaitable[object]]  # through the levers; with a reason
+
+
+class Upgrade:
+    """Of one release's worker pods."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        homes: Homes,
+        pods: PodTable,
+        api: KubeApi,
+        calls: KubeCalls,
+        goodput: Callable[[], float | None],
+        drain_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`goodput`: the part of calls that met their targets of late. `drain_s`: of a worker that is replaced; then its calls go
+        on elsewhere."""
+        self._controller = controller
+        self._homes = homes
+        self._pods = pods
+        self._api = api
+        self._calls = calls
+        self._goodput = goodput
+        self._drain_s = drain_s
+        self._now_s = now_s
+        self._sets: dict[str, PodSet] = {}  # by home
+        self._read_s = float("-inf")
+        self._surged: dict[str, int] = {}
+        self._draining_since_s: dict[str, float] = {}
+        self._stuck_since_s: float | None = None
+        self._said = ""
+        self._step: Step = Done()
+
+    @property
+    def paused(self) -> str:
+        """Why; "" = it is not."""
+        return self._step.why if isinstance(self._step, Pause) else ""
+
+    def describe(self) -> str:
+        """What it does; "" = none is under way."""
+        match self._step:
+            case Wait(why) | Pause(why):
+                return f"{'paused' if self.paused else 'waits'}: {why}"
+            case Replace(worker):
+                return f"replaces {worker}"
+            case Surge(home):
+                return f"adds a pod to {home}"
+            case Shrink(home):
+                return f"takes a pod back from {home}"
+            case Done():
+                return ""
+
+    async def look(self, pull: Pull) -> None:
+        """Take the next step."""
+        await self._read_sets()
+        if not (self._sets and self._pods.is_known and self._homes.are_known):
+            return
+        self._step = step(self._progress())
+        if (said := self.describe()) != self._said:
+            self._said = said
+            log.info("upgrade", step=said or "done")
+        try:
+            await self._take(self._step, pull)
+        except BatonError as error:
+            log.warning("upgrade_waits", step=said, reason=error.message)
+
+    async def _read_sets(self) -> None:
+        if self._now_s() - self._read_s < SETS_S:
+            return
+        self._read_s = self._now_s()
+        for home, pool in self._homes.items().items():
+            try:
+                found = await self._calls.run(partial(self._api.pod_set, pool.pods.name))
+            except BatonError as error:
+                log.warning("revision_unknown", set=pool.pods.name, reason=error.message)
+                continue
+            if found.updates_on_delete and found.update_revision:
+                self._sets[home] = found
+
+    def _progress(self) -> Progress:
+        pods = self._pods.by_name()
+        found = [(member, pods.get(member.worker_id)) for member in self._controller.fleet.members()]
+        homes = {name: home for home, known in self._homes.known().items() for name in known.names}
+        workers = [
+            self._worker(member, pod, homes[member.worker_id]) for member, pod in found if member.worker_id in homes
+        ]
+        return Progress(
+            workers=workers,
+            surged=self._surged,
+            num_spare=self._homes.num_spare(),
+            goodput=self._goodput(),
+            stuck=self._stuck([(member, pod) for member, pod in found if pod is not None and self._is_new(pod)]),
+        )
+
+    def _worker(self, member: Member, pod: Pod | None, home: str) -> Worker:
+        """One whose pod is yet to be made will be new."""
+        view = self._controller.view(member.worker_id)  # of a process that only announced itself there is none yet
+        ends = member.after_drain is AfterDrain.END  # it is not to come back, so it is none of ours
+        return Worker(
+            name=member.worker_id,
+            home=home,
+            role=member.role,
+            is_old=pod is not None and not self._is_new(pod) and not ends,
+            serves=member.state == READY and view is not None and not view.load.draining,
+            leaves=member.draining or (pod is not None and pod.is_terminating),
+            fingerprint=member.fingerprint,
+        )
+
+    def _is_new(self, pod: Pod) -> bool:
+        """So is one of a set of which nobody knows what it wants."""
+        wanted = self._sets.get(pod.home)
+        return wanted is None or pod.revision == wanted.update_revision
+
+    def _stuck(self, new: Iterable[tuple[Member, Pod]]) -> str:
+        """Why a new worker does not come up, once that has been so for STUCK_S; "" before."""
+        failed = [f"{m.worker_id}: {pod.waiting.reason or m.reason}" for m, pod in new if _fails(m, pod)]
+        if not failed:
+            self._stuck_since_s = None
+            return ""
+        if self._stuck_since_s is None:
+            self._stuck_since_s = self._now_s()
+        return failed[0] if self._now_s() - self._stuck_since_s >= STUCK_S else ""
+
+    async def _take(self, wanted: Step, pull: Pull) -> None:
+        match wanted:
+            case Replace(worker_id):
+                await self._replace(worker_id)
+            case Surge(home):
+                pool = self._homes.items()[home]
+                self._surged[home] = 0
+                with contextlib.suppress(InvalidRequest):  # a pool's own maximum: then without
+                    await pull(Create(pool.role, pool.shape), "one more while an upgrade takes others away")
+                    self._surged[home] = 1
+            case Shrink(home):
+                size = self._homes.size(home)
+                assert size is not None, "all are known"
+                await pull(Drain(size.victims[0], or_another=False), "the upgrade is over")
+                self._surged[home] -= 1
+            case Done():
+                self._surged.clear()
+                self._draining_since_s.clear()
+            case Wait() | Pause():
+                pass
+
+    async def _replace(self, worker_id: str) -> None:
+        """Drain it; once it has drained, let its pod be made anew."""
+        member, pod = self._controller.fleet.get(worker_id), self._pods.by_name()[worker_id]
+        if pod.is_terminating:
+            return
+        if member.state == READY:
+            self._draining_since_s[worker_id] = self._now_s()
+            with contextlib.suppress(Unavailable):  # it is told as soon as it answers
+                await self._controller.drain(worker_id, True, AfterDrain.RETURN)
+            return
+        since_s = self._draining_since_s.setdefault(worker_id, self._now_s())
+        view = self._controller.view(worker_id)
+        is_idle = not member.epoch or (view is not None and view.load.draining and view.load.idle)
+        if is_idle or self._now_s() - since_s > self._drain_s:
+            await self._evict(pod)
+
+    async def _evict(self, pod: Pod) -> None:
+        log.info("pod_replaced", pod=pod.name, revision=pod.revision)
+        with contextlib.suppress(Conflict):  # another pod has that name by now
+            await self._calls.run(lambda: self._api.evict(pod))
+        self._draining_since_s.pop(pod.name, None)
+
+
+def _fails(member: Member, pod: Pod) -> bool:
+    """And not only starts."""
+    return member.state == FAILED or bool(pod.waiting.reason)

@@ -1,0 +1,382 @@
+"""One release "demo" on the fake API server, all of it running: pods with real workers, controllers, a router, calls.
+
+    async with kube_rig(folder, prefill=1, decode=2) as rig:
+        async with rig.calls(num_clients=8) as calls:          # go on, each answer checked token by token, until the block ends
+            await rig.admin("POST", "pools/decode:scale", {"workers": 3})
+            await rig.until(lambda: rig.ready() == {...}, "the third")
+        calls.check()
+
+Workers are emulated GPUs (1-2 s to start, 90 MB each): times are the GPUs', five times slower, tokens exact. Controllers are
+processes of their own, the router is on the test's event loop, pods are the fake kubelet's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+
+from baton.config import (
+    ClusterConfig,
+    ControllerConfig,
+    EmulationConfig,
+    EngineConfig,
+    KubernetesConfig,
+    KVTransferConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from baton.config_load import to_json
+from baton.model_files import load_model_files
+from baton.request import SamplingParams
+from baton.v1 import serving_pb2, serving_pb2_grpc
+from bench.cluster import free_ports
+from engine.emulated_runner import emulated_answer
+from router.front_end import FrontEnd
+from tests.integration.cluster_rig import collect
+from tests.kube.fake_api import FakeApi
+from tests.kube.fake_api_resources import PODS, STATEFUL_SETS, Json
+from tests.kube.fake_api_rules import is_ready
+from tests.kube.fake_kubelet import FakeKubelet, Node
+from tests.kube.kube_rig import FULLNAME, NAMESPACE, config_map, lease, stateful_set
+from tests.kube.pod_ray import PodRay, RayDoor
+from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0  # other work shares these cores
+TIME_SCALE = 5.0  # a decode step of the 70B on 4 H100 takes 50 ms then
+EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=TIME_SCALE)
+GPU = "nvidia.com/gpu"
+PACE = 0.1  # of what Kubernetes waits for
+WORKER_PORT = 7_100
+NUM_TOKENS = 30  # of an answer: 1.5 s
+
+
+def worker_set(
+    home: str, replicas: int, control_address: str, *, image: str = "baton-worker:1", drain_s: int = 60
+) -> Json:
+    """As the chart's, as far as a pod's life is concerned."""
+    hook = "exec python -m router.controller.kube.prestop"
+    hook += f' --control {control_address} --worker "$POD_NAME" --limit-s {drain_s}'
+    the_set = stateful_set(home, replicas)
+    the_set["spec"]["template"]["spec"] = {
+        "terminationGracePeriodSeconds": drain_s + 30,
+        "containers": [
+            {
+                "name": "worker",
+                "image": image,
+                "env": [
+                    {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                ],
+                "ports": [{"name": "worker", "containerPort": WORKER_PORT}],
+                "startupProbe": {"tcpSocket": {"port": "worker"}, "periodSeconds": 5, "failureThreshold": 360},
+                "readinessProbe": {"tcpSocket": {"port": "worker"}, "periodSeconds": 5, "timeoutSeconds": 3},
+                "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", hook]}}},
+                "resources": {"limits": {GPU: "1"}},
+            }
+        ],
+    }
+    return the_set
+
+
+class ControllerProcess:
+    """One controller, with its log in a file."""
+
+    def __init__(self, cluster: ClusterConfig, folder: Path, door: RayDoor, key: str) -> None:
+        folder.mkdir(parents=True)
+        self.secret = secrets.token_urlsafe()
+        (folder / "tokens.json").write_text(json.dumps({"test": {"role": "operator", "secret": self.secret}}))
+        (folder / "tokens.json").chmod(0o600)
+        self.admin_port = cluster.controller.admin_port
+        file = folder / "config.json"
+        file.write_text(to_json(cluster))
+        self.log = folder / "controller.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.kube.kube_controller", "--config", str(file)],
+                cwd=ROOT,
+                env=os.environ | {"POD_RAY_PORT": str(door.port), "POD_RAY_KEY": key},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """In order, where it still runs; its exit status."""
+        self.process.terminate()
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One call to its end, on the client's clock."""
+
+    number: int
+    ended_s: float
+    ttft_s: float
+    tpot_s: float
+    wrong: str  # "": every token that it must have, and no other
+    decode_worker: str
+
+
+@dataclass
+class Calls:
+    """What became of the calls of a while, as they ended."""
+
+    done: list[Called] = field(default_factory=list)
+
+    def check(self, at_least: int = 1) -> None:
+        wrong = [f"call {call.number}: {call.wrong}" for call in self.done if call.wrong]
+        assert not wrong, wrong[:5]
+        assert len(self.done) >= at_least
+
+    def worked(self, worker_id: str) -> bool:
+        """Some of them were decoded there."""
+        return any(call.decode_worker == worker_id for call in self.done)
+
+    def goodput(self, ttft_s: float, tpot_s: float, num_calls: int = 20) -> float:
+        """The share of calls that met both targets, of the worst `num_calls` in a row."""
+        met = [not call.wrong and call.ttft_s <= ttft_s and call.tpot_s <= tpot_s for call in self.done]
+        starts = range(max(1, len(met) - num_calls + 1))
+        return min(sum(met[i : i + num_calls]) / len(met[i : i + num_calls]) for i in starts)
+
+
+@dataclass
+class KubeRig:
+    folder: Path
+    api: FakeApi
+    nodes: FakeKubelet
+    ray: PodRay
+    cluster: ClusterConfig
+    front_end: FrontEnd
+    stub: serving_pb2_grpc.ServingAsyncStub
+    door: RayDoor
+    key: str
+    controllers: list[ControllerProcess] = field(default_factory=list)
+    _numbers: count[int] = field(default_factory=count)
+
+    # -- what runs ---------------------------------------------------------------------------------------------------
+
+    def start_controller(self) -> ControllerProcess:
+        """One more; it leads, or waits for the Lease."""
+        folder = self.folder / f"controller-{len(self.controllers)}"
+        (admin_port,) = free_ports(1)
+        config = _changed(self.cluster, admin_port, folder)
+        controller = ControllerProcess(config, folder, self.door, self.key)
+        self.controllers.append(controller)
+        return controller
+
+    def pods(self, home: str = "") -> Mapping[str, Json]:
+        """Objects by name."""
+        found = self.api.verbs.objects(PODS, NAMESPACE)
+        return {p["metadata"]["name"]: p for p in found if home in ("", p["metadata"]["labels"]["baton.dev/home"])}
+
+    def ready_pods(self) -> set[str]:
+        return {n for n, p in self.pods().items() if is_ready(p) and "deletionTimestamp" not in p["metadata"]}
+
+    def ready(self) -> set[str]:
+        """Workers that the router places calls on."""
+        return {snapshot.worker_id for snapshot in self.front_end.fleet.snapshots() if snapshot.state == "ready"}
+
+    def size(self, home: str) -> int:
+        return int(self.api.verbs.get(STATEFUL_SETS, NAMESPACE, f"{FULLNAME}-{home}")["spec"]["replicas"])
+
+    # -- what a test asks for ----------------------------------------------------------------------------------------
+
+    async def admin(self, method: str, path: str, body: object = None) -> Any:
+        """Of the controller that answers; empty while none does."""
+        for controller in self.controllers:
+            url = f"http://127.0.0.1:{controller.admin_port}/admin/v1/{path}"
+            headers = {"authorization": f"Bearer {controller.secret}"}
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await client.request(method, url, json=body, headers=headers)
+                    if answer.status_code != 503 or answer.content:
+                        return answer.json()
+        return {}
+
+    async def until(self, holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> float:
+        """Seconds that it took."""
+        began_s = time.monotonic()
+        while not await asyncio.to_thread(holds):
+            assert time.monotonic() - began_s < patience_s, f"not within {patience_s:g} s: {what}; {self.tell()}"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - began_s
+
+    async def until_led(self) -> None:
+        """A controller takes orders."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while not (await self.admin("GET", "pools")).get("autoscaler", {}).get("leads"):
+            assert time.monotonic() < ends_s, f"nobody leads: {self.tell()}"
+            await asyncio.sleep(0.1)
+
+    def tell(self) -> str:
+        """Where everything is, for whoever reads a failure."""
+        pods = {
+            n: (p["status"]["phase"], is_ready(p), "deletionTimestamp" in p["metadata"]) for n, p in self.pods().items()
+        }
+        logs = [c.log.read_text()[-3_000:] for c in self.controllers]
+        return f"pods {pods}; router {self.front_end.fleet.unready_reason()!r}, ready {self.ready()}; {logs}"
+
+    async def num_moved(self) -> int:
+        """Sequences that went on elsewhere because a worker was lost."""
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            page = (await client.get(f"http://127.0.0.1:{self.front_end.http_port}/metrics")).text
+        return sum(int(float(found)) for found in re.findall(r"^baton_request_retries_total\{.*\} (\S+)$", page, re.M))
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def calls(self, num_clients: int = 4, num_tokens: int = NUM_TOKENS) -> AsyncIterator[Calls]:
+        """Clients that call one after the other while the block runs; those under way at its end are seen to theirs."""
+        calls, ended = Calls(), asyncio.Event()
+
+        async def client() -> None:
+            while not ended.is_set():
+                await self._call(next(self._numbers), num_tokens, calls)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(client())
+            try:
+                yield calls
+            finally:
+                ended.set()
+
+    async def _call(self, number: int, num_tokens: int, calls: Calls) -> None:
+        prompt = [(31 * i + 7 * number) % 400 + 20 for i in range(100 + number % 50)]
+        sampling = serving_pb2.Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        request = serving_pb2.GenerateRequest(sampling=sampling, token_ids=serving_pb2.TokenIds(ids=prompt))
+        began_s, chunks_s = time.monotonic(), list[float]()
+
+        async def noted() -> AsyncIterator[serving_pb2.GenerateResponse]:
+            async for response in self.stub.Generate(request, timeout=PATIENCE_S):
+                chunks_s.append(time.monotonic())
+                yield response
+
+        answer = await collect(noted())
+        greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        wrong = ""
+        if answer.code is not grpc.StatusCode.OK:
+            wrong = f"{answer.code.name} {answer.details}"
+        elif answer.tokens != emulated_answer(prompt, greedy, num_tokens, VOCAB_SIZE, (EOS_TOKEN_ID,)):
+            wrong = "other tokens than it must have"
+        ended_s = time.monotonic()
+        first_s = chunks_s[0] if chunks_s else ended_s
+        timings = answer.done.timings if answer.done else serving_pb2.Timings()
+        calls.done.append(
+            Called(
+                number,
+                ended_s,
+                ttft_s=first_s - began_s,
+                tpot_s=(ended_s - first_s) / (num_tokens - 1),
+                wrong=wrong,
+                decode_worker=timings.decode_worker,
+            )
+        )
+
+
+def _changed(cluster: ClusterConfig, admin_port: int, folder: Path) -> ClusterConfig:
+    return replace(cluster, controller=replace(cluster.controller, admin_port=admin_port, run_dir=str(folder)))
+
+
+def config_of(api: FakeApi, folder: Path, prefill: int, decode: int, control_port: int, **more: Any) -> ClusterConfig:
+    """What the chart would render; `more`: of KubernetesConfig."""
+    token = folder / "token"
+    token.write_text(api.admin_token)
+    model = make_tiny_model(folder / "model" / "tiny")
+    return ClusterConfig(
+        prefill=prefill,
+        decode=decode,
+        model=ModelConfig(path=str(model), served_name="emulated"),
+        engine=EngineConfig(num_blocks=2_000, chunk_tokens=2_048),
+        kv=KVTransferConfig(mode="staged", frame_bytes=64 << 10, num_slots=4),
+        emulation=EMULATION,
+        controller=ControllerConfig(control_port=control_port, planner="", mode="frozen"),
+        router=RouterConfig(http_port=0, grpc_port=0, shed_by_forecast=False, unavailable_wait_s=20.0),
+        kubernetes=KubernetesConfig(
+            fullname=FULLNAME,
+            namespace=NAMESPACE,
+            api_server=api.url,
+            token_file=str(token),
+            control_address=f"127.0.0.1:{control_port}",
+            worker_port=WORKER_PORT,
+            **more,
+        ),
+    )
+
+
+@asynccontextmanager
+async def kube_rig(
+    folder: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    nodes: Sequence[Node] = (Node("gpu-1", {GPU: 8}),),
+    manifests: Sequence[Json] = (),
+    **kubernetes: Any,
+) -> AsyncIterator[KubeRig]:
+    """A release that serves. `manifests`: more objects; `kubernetes`: fields of KubernetesConfig."""
+    (control_port,) = free_ports(1)
+    key = secrets.token_hex()
+    ray = PodRay(folder)
+    door = RayDoor(ray, key.encode())
+    with contextlib.closing(door), FakeApi() as api, FakeKubelet(api, ray.launch, nodes=nodes, pace=PACE) as kubelet:
+        cluster = config_of(api, folder, prefill, decode, control_port, **kubernetes)
+        address = cluster.kubernetes.control_address
+        sets = [worker_set("prefill", prefill, address), worker_set("decode", decode, address)]
+        maps = [config_map(f"{FULLNAME}-slo"), config_map(f"{FULLNAME}-fleet"), lease(f"{FULLNAME}-controller")]
+        api.load([*sets, *maps, *manifests], NAMESPACE)
+        router = _router(cluster, address)
+        front_end = FrontEnd(router, load_model_files(cluster.model.path))
+        await front_end.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{front_end.grpc_port}") as channel:
+                stub = serving_pb2_grpc.ServingStub(channel)
+                rig = KubeRig(folder, api, kubelet, ray, cluster, front_end, stub, door, key)
+                rig.start_controller()
+                try:
+                    await rig.until(lambda: len(rig.ready()) == prefill + decode, "all workers are ready")
+                    yield rig
+                finally:
+                    await asyncio.to_thread(_end_all, rig.controllers)
+        finally:
+            await front_end.stop()
+
+
+def _router(cluster: ClusterConfig, control_address: str) -> RouterConfig:
+    return replace(cluster.router, control_address=control_address, model=cluster.model)
+
+
+def _end_all(controllers: Sequence[ControllerProcess]) -> None:
+    for controller in controllers:
+        if controller.process.poll() is None:
+            controller.process.send_signal(signal.SIGTERM)
+    for controller in controllers:
+        if controller.process.poll() is None:
+            controller.end()

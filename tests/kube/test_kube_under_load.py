@@ -1,0 +1,114 @@
+"""A release whose pods hold real workers, under calls that go on: sizes, evictions and controllers change, and no answer does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.kube.fake_api_resources import LEASES, PODS
+from tests.kube.kube_rig import FULLNAME, NAMESPACE
+from tests.kube.rig import KubeRig, kube_rig
+
+PREFILL, FIRST, SECOND = (f"{FULLNAME}-{name}" for name in ("prefill-0", "decode-0", "decode-1"))
+
+
+async def scale(rig: KubeRig, num_workers: int) -> None:
+    done = await rig.admin("POST", "pools/decode:scale", {"workers": num_workers, "reason": "a launch"})
+    assert "done" in done, done
+
+
+def uid(rig: KubeRig, pod: str) -> str:
+    """Empty where there is none."""
+    return str(rig.pods()[pod]["metadata"]["uid"]) if pod in rig.pods() else ""
+
+
+def holder(rig: KubeRig) -> str:
+    return str(rig.api.verbs.get(LEASES, NAMESPACE, f"{FULLNAME}-controller").get("spec", {}).get("holderIdentity", ""))
+
+
+async def test_a_scale_makes_and_ends_workers_and_no_stream_is_lost(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path) as rig, rig.calls() as calls:
+        await scale(rig, 2)
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        assert rig.size("decode") == 2
+        await scale(rig, 1)
+        await rig.until(lambda: SECOND not in rig.pods(), "the second pod is gone")
+        assert rig.size("decode") == 1
+        await rig.until(lambda: set(rig.ray.workers()) == {PREFILL, FIRST}, "and its process")
+    calls.check(at_least=4)
+
+
+@pytest.mark.slow
+async def test_an_eviction_drains_the_worker_before_its_pod_ends(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        before = uid(rig, SECOND)
+        rig.api.verbs.evict(NAMESPACE, SECOND, {})
+        await rig.until(lambda: SECOND not in rig.ready(), "the router knows that it drains")
+        assert uid(rig, SECOND) == before, "its pod is there until it has drained"
+        await rig.until(lambda: uid(rig, SECOND) not in ("", before), "another pod of that name")
+        await rig.until(lambda: SECOND in rig.ready(), "and a worker on it")
+        assert await rig.num_moved() == 0, "what ran there ended there"
+    calls.check(at_least=8)
+
+
+@pytest.mark.slow
+async def test_a_pod_that_dies_takes_no_answer_along(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        before = uid(rig, SECOND)
+        rig.nodes.pod(SECOND).kill(out_of_memory=True)
+        await rig.until(lambda: SECOND not in rig.ready(), "the router has noticed")
+        await rig.until(lambda: SECOND in rig.ready(), "the pod has restarted, and its worker")
+        assert uid(rig, SECOND) == before
+        rig.api.verbs.delete(PODS, NAMESPACE, FIRST, {"gracePeriodSeconds": 0})
+        await rig.until(
+            lambda: {FIRST, SECOND} <= rig.ready() and FIRST in rig.ready_pods(), "a new pod and its worker"
+        )
+    calls.check(at_least=8)
+
+
+@pytest.mark.slow
+async def test_a_controller_that_is_killed_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path) as rig, rig.calls() as calls:
+        first = holder(rig)
+        rig.start_controller()
+        await scale(rig, 2)
+        rig.controllers[0].kill()
+        await rig.until(lambda: holder(rig) not in ("", first), "the second one holds the Lease")
+        await rig.until(lambda: SECOND in rig.ready(), "what the first one had ordered is done")
+        assert rig.size("decode") == 2
+        await rig.until_led()
+        await scale(rig, 1)
+        await rig.until(lambda: SECOND not in rig.pods(), "and undone")
+    calls.check(at_least=4)
+
+
+@pytest.mark.slow
+async def test_an_api_server_that_is_away_stops_nobody(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path) as rig, rig.calls() as calls:
+        workers = {name: worker.process.pid for name, worker in rig.ray.workers().items()}
+        with rig.api.away(compact=True):
+            for _ in range(60):  # longer than the Lease runs
+                await asyncio.sleep(0.25)
+                assert rig.ready() == {PREFILL, FIRST}, rig.tell()
+        await rig.until_led()
+        assert {name: worker.process.pid for name, worker in rig.ray.workers().items()} == workers
+        await scale(rig, 2)
+        await rig.until(lambda: SECOND in rig.ready(), "it scales as before")
+    calls.check(at_least=10)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_on_a_pod_that_lives_is_started_again_there(tmp_path: Path) -> None:
+    async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
+        before = uid(rig, FIRST)
+        os.kill(rig.ray.workers()[FIRST].process.pid, signal.SIGKILL)
+        await rig.until(lambda: FIRST not in rig.ready(), "the router has noticed")
+        await rig.until(lambda: FIRST in rig.ready(), "another process serves")
+        assert uid(rig, FIRST) == before
+    calls.check(at_least=8)
