@@ -241,14 +241,19 @@ class Controller:
         self._wake()
 
     def let_go(self, worker_id: str) -> None:
-        """A worker that is away is to be ended, also where it comes back."""
+        """A worker that is away is to be ended, also where it comes back. Raises: Unavailable: another controller leads."""
+        self._leadership.check()
         self.fleet.want_draining(worker_id, True, AfterDrain.END)
         self._wake()
 
     def begin_end(self, worker_id: str) -> None:
-        """From now on it is being ended: it takes no work, and nothing but `forget` takes that back."""
-        self._ending.add(worker_id)
+        """From now on it is being ended: it takes no work, and nothing but `forget` takes that back.
+
+        Raises:
+            Unavailable: another controller leads.
+        """
         self.let_go(worker_id)
+        self._ending.add(worker_id)
 
     def is_ending(self, worker_id: str) -> bool:
         return worker_id in self._ending

@@ -18,6 +18,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -148,7 +149,14 @@ class RayFleet:
         worker_id = member.worker_id
         if worker_id not in self._starting and worker_id not in self._ending:
             task = self._starting[worker_id] = asyncio.create_task(self._start_one(member), name=f"start {worker_id}")
-            task.add_done_callback(lambda _: self._starting.pop(worker_id))
+            task.add_done_callback(partial(self._started, member))
+
+    def _started(self, member: Member, task: asyncio.Task[None]) -> None:
+        """Nobody awaits a start: what it ran into is told here."""
+        del self._starting[member.worker_id]
+        if not task.cancelled() and (error := task.exception()):
+            log.error("start_raised", worker=member.worker_id, reason=str(error), error=type(error).__name__)
+            self._controller.start_failed(member.worker_id, member.epoch, f"its start failed: {error}")
 
     async def _start_one(self, member: Member) -> None:
         """Its actor, made or found. A process that announces itself meanwhile has not failed."""

@@ -68,7 +68,7 @@ class Lessons:
             self._factors[role] = min(MOST, factor) if factor > 1.0 else 1.0  # NaN is not
             self._learned_s[role] = now_s
         for name, left_s in counted_s.items():
-            if 0.0 < left_s:
+            if left_s > 0.0:  # NaN is not
                 self._counted_s[name] = now_s + min(left_s, COUNT_FOR_S)
 
 
