@@ -4,8 +4,8 @@
     local     a prompt may also be prefilled on the decode worker, however long it is; placement takes whichever is sooner
 
 A Verdict compares the two on the same calls. What is done follows the sign of a difference that is certain and worth it, and
-then only when CONFIRMATIONS verdicts in a row say so, DWELL_PERIODS after the last change. Between the two lines nothing is done, so
-traffic at which both are alike never makes it flap. A verdict that is old, or of another traffic's layout, says nothing.
+then only when CONFIRMATIONS verdicts in a row say so, DWELL_PERIODS after the last change. Between the two lines nothing is
+done, so traffic at which both are alike never makes it flap. A verdict that is old, or of another traffic's layout, says nothing.
 """
 
 from __future__ import annotations

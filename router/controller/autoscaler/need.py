@@ -81,9 +81,9 @@ def step_s(kind: Kind, load: Load, batch: float) -> float:
 
 
 def decoding(kind: Kind, load: Load) -> Decoding:
-    """B* and its step."""
+    """B* and its step. Batches are whole, which tells where a target leaves room for two or three."""
     most, limit = most_seqs(kind, load)
-    batches = [batch_within(kind, load, pace_limit_s(of_class)) for of_class in load.classes]
+    batches = [_whole(batch_within(kind, load, pace_limit_s(of_class))) for of_class in load.classes]
     keepable = [batch for batch in batches if batch >= 1]
     if batches and not keepable:  # no size of the pool helps those targets, so they do not count
         limit = "none keeps its tpot"
@@ -155,6 +155,11 @@ def _work_per_seq(kind: Kind, load: Load) -> StepWork:
         return StepWork(1.0, load.context_tokens)
     begun = 1 / load.outputs_per_s  # of all the fleet's prompts, per token that comes out
     return StepWork(1.0 + begun * load.lacking_per_s, load.context_tokens, begun * load.pairs_per_s)
+
+
+def _whole(batch: float) -> float:
+    """As many as fit, but for a rounding error."""
+    return math.floor(batch + 1e-9) if math.isfinite(batch) else batch
 
 
 def _root(room: float, slope: float) -> float:
