@@ -14,7 +14,8 @@ from baton.v1 import control_pb2
 from router.controller import controller as controller_module
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, Tune, Undrain, Wake
 from router.controller.autoscaler.facts import Tuning
-from router.controller.fleet_state import DRAINING, READY, STANDBY, STARTING
+from router.controller.fleet_state import DRAINING, READY, STANDBY, STARTING, AfterDrain, Member
+from router.controller.fleet_store import FleetStore
 from router.controller.levers import Waits
 from router.controller.pool_orders import Order
 from router.controller.settings import Budget, Mode, PoolBounds
@@ -372,3 +373,31 @@ async def test_who_does_not_lead_tells_workers_nothing_by_whatever_way(
         await asyncio.sleep(0.2)
         assert worker.heard_tunes == []
     await others.stop_all()
+
+
+async def test_what_was_answered_is_on_disk_and_a_disk_that_takes_nothing_stops_no_order(
+    tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleets = FleetStore(tmp_path / "fleet.json")
+    await rig.worker("prefill-0", "prefill")
+    await rig.worker("decode-0")
+    await rig.levers.pull(Create(Role.DECODE, SHAPE), Budget())
+    assert "decode-1" in {m.worker_id for m in fleets.load().members}
+
+    def kept(worker_id: str) -> Member:
+        return next(m for m in fleets.load().members if m.worker_id == worker_id)
+
+    await rig.levers.pull(Tune("decode-0", SMALL), Budget())
+    assert kept("decode-0").tuning == SMALL
+    await rig.levers.pull(Drain("decode-0", keep_standby=True), Budget())
+    assert kept("decode-0").after_drain is AfterDrain.STANDBY
+    await rig.levers.pull(Flip("prefill-0", Role.BOTH), Budget())
+    assert kept("prefill-0").role is Role.BOTH
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(controller_module, "_KEEP_S", 0.05)
+    monkeypatch.setattr(FleetStore, "save", full)
+    await rig.levers.pull(Drain("prefill-0"), Budget())
+    assert rig.state("prefill-0") == DRAINING
