@@ -160,6 +160,7 @@ _LIMITS: Mapping[str, Limit] = {
     "controller.dwell_s": _DELAY,
     "controller.shrink_after_s": _DELAY,
     "controller.planner_seconds": Limit("an operator waits for it", 0.1, 600),
+    "controller.pd_period_s": Limit("each takes a simulation", 1, 86_400),
     "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),
     "controller.log_level": _LOG,
     "kubernetes.mode": Limit("what sizes pools", choices=("statefulset", "kuberay", "external")),

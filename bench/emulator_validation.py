@@ -47,7 +47,7 @@ TARGETS = SLO("interactive", ttft_ms=2_000, tpot_ms=25, percentile=0.9)  # 70B c
 KNEE_CALLS, KNEE_SEED = 600, 1
 MAX_IN_FLIGHT = 512  # RouterConfig.max_inflight
 CALL_TIMEOUT_S = 600.0  # of the GPUs' clock: none is reached
-SETTLE_S = 2.0  # between loads, of this machine's clock: the router's windows and queues are empty then
+SETTLE_S = 2.0  # between loads, of this machine's clock: the router's queues are empty then
 
 
 @dataclass(frozen=True, slots=True)

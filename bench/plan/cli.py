@@ -19,10 +19,11 @@ from bench.plan.plan import Plan, PlanError, Question, make_plan
 from bench.plan.report import document, picture, render
 from bench.plan.space import WIDTHS, Offer
 from bench.plan.traffic import Drawn, Traffic, recorded
-from bench.serve_cli import lengths, positive_float, positive_int
+from bench.serve_cli import positive_float, positive_int
 from bench.sim import arrivals, sources
 from bench.sim.call import Call
-from bench.sim.cli import INTERRUPTED, mix_of, slo_class
+from bench.sim.flags import INTERRUPTED, add_classes, add_dtypes, add_lengths, mix_of
+from bench.sim.simulation import INTERACTIVE
 from bench.traces import TraceError, find_trace
 
 _USUAL = Effort()
@@ -36,7 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Find the layout of GPUs that serves a traffic within its targets for the least money, by simulation.",
     )
     parser.set_defaults(run=main)
-    add = parser.add_argument_group("what may be used").add_argument
+    used = parser.add_argument_group("what may be used")
+    add = used.add_argument
     add("--model", default="llama-3.1-8b", help="(%(default)s)")
     add(
         "--gpu",
@@ -55,21 +57,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         help=f"GPUs of a worker; may be repeated ({', '.join(map(str, WIDTHS))})",
     )
-    add("--weight-dtype", default="fp8", help="(%(default)s)")
-    add("--kv-cache-dtype", default="bf16", help="(%(default)s)")
-    add = parser.add_argument_group("traffic").add_argument
+    add_dtypes(used)
+    traffic = parser.add_argument_group("traffic")
+    add = traffic.add_argument
     add("--trace", help=f"{', '.join(sources.NAMES[:-1])}, or a file: .jsonl, .csv, .jsonl.gz; default: drawn lengths")
     add("--rate", type=positive_float, help="calls per second on average; default: as recorded, drawn: 1")
-    add("--input-len", type=lengths, default="1024", help="drawn: N, LOW:HIGH or lognormal:P50,P95 (%(default)s)")
-    add("--output-len", type=lengths, default="128", help="likewise (%(default)s)")
-    add = parser.add_argument_group("targets").add_argument
-    add(
-        "--slo",
-        type=slo_class,
-        action="append",
-        metavar="NAME:TTFT_MS:TPOT_MS[:ITL_P99_MS[:E2E_MS]][@SHARE]",
-        help="a class of calls; may be repeated",
-    )
+    add_lengths(traffic)
+    add_classes(parser.add_argument_group("targets"), default=INTERACTIVE)
     add = parser.add_argument_group("run and output").add_argument
     add("--calls", type=positive_int, default=_USUAL.search_calls, help="of a trial, at least (%(default)s)")
     add("--seeds", type=positive_int, default=_USUAL.final_seeds, help="for the figures of the answer (%(default)s)")

@@ -100,7 +100,11 @@ class _HopelessError(Exception):
 
 
 class _Watch:
-    """Counts what each class may still miss."""
+    """Counts what each class may still miss, and what it misses before anything counts.
+
+    A deployment that is filling up has it easier than a full one. Bursts may come first all the same, so that misses before are
+    held against it only once there are twice as many in all as there may be.
+    """
 
     def __init__(self, mix: Mix, num_calls: int, warm_up_s: float) -> None:
         total = sum(mix.shares)
@@ -110,14 +114,17 @@ class _Watch:
         self._left = {
             slo.name: (1 - slo.percentile) * (counted * part / total + 3 * math.sqrt(counted)) for slo, part in shares
         }
+        self._left_in_all = {name: 2 * left for name, left in self._left.items()}
         self._warm_up_s = warm_up_s
 
     def see(self, call: Call) -> None:
         """Raises: _HopelessError."""
-        if call.row.at_s < self._warm_up_s or call.verdict is Verdict.MET:
+        if call.verdict is Verdict.MET:
             return
-        self._left[call.slo.name] -= 1
-        if self._left[call.slo.name] < 0:
+        name = call.slo.name
+        self._left[name] -= call.row.at_s >= self._warm_up_s
+        self._left_in_all[name] -= 1
+        if self._left[name] < 0 or self._left_in_all[name] < 0:
             raise _HopelessError
 
 
@@ -206,8 +213,7 @@ def _crossing(below: Trial, above: Trial) -> float:
 
 
 def _settling_s(traffic: Traffic, mix: Mix) -> float:
-    """Until a deployment that just holds its pace has filled up. After t seconds it holds E min(S, t) / E S of what it will, where
-    sequences last S."""
+    """Until a deployment that just holds its pace has filled up: after t seconds, to E min(S, t) / E S, where calls last S."""
     calls = traffic.calls(traffic.rate, 2_000, 0)  # tails of lengths to some percent
     pace_s = sum(s.tpot_ms * part for s, part in zip(mix.classes, mix.shares, strict=True)) / sum(mix.shares) / 1e3
     lasts_s = sorted(call.output_tokens * pace_s for call in calls)

@@ -26,8 +26,8 @@ BLOCK_TOKENS = (
 WIDTHS = (1, 2, 4, 8)  # GPUs of a worker: one NVLink domain of an HGX board
 BUDGETS = (256, 384, 512, 640, 1_024, 2_048)  # tokens of a step of a worker that decodes and prefills
 LOCAL_TOKENS = (0, 512)  # prompts up to it may be prefilled where they are decoded
-OWN_WINDOW_S = 0.01  # router.queue_window_s: its default
-SHIPPING_WINDOW_S = 0.1  # some prompts of an 8B model, one of a 70B model
+OWN_WINDOW_S = 0.01  # router.queue_window_s: what a router learns of workers that ship nothing (router/lane_window.py)
+SHIPPING_WINDOW_S = 0.1  # the most that it learns: some prompts of an 8B model, one of a 70B model
 MAX_SEATS = 1_024  # sequences of a step: vLLM's default on GPUs of 80 GB and more
 MAX_WORKERS = 8  # of one plan; a larger cluster is several of it
 

@@ -19,18 +19,17 @@ from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.slo import MIN_TARGET_MS, SLO
-from bench.serve_cli import count, lengths, positive_float, positive_int, share
+from bench.serve_cli import count, positive_float, positive_int, share
 from bench.sim import arrivals, autoscale, sources
 from bench.sim.call import Call
 from bench.sim.control import ControlledOutcome, ControlledRun
 from bench.sim.deployment import MAX_NUM_SEQS, STEP_TOKENS, Deployment, Hardware, Layout
+from bench.sim.flags import INTERRUPTED, add_classes, add_dtypes, add_lengths, mix_of
 from bench.sim.report import document, render
 from bench.sim.simulation import BOUNDS, INTERACTIVE, Mix, Outcome, Simulation
 from bench.traces import TraceError, TraceRow
 
 DEFAULT_CALLS = 5_000  # of a load that has no end of its own: some seconds
-INTERRUPTED = 130  # as shells say it
 _SHOWN_CALLS = 100  # at once: a bar that moves with each call costs as much as a twentieth of simulating it
 
 
@@ -41,7 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Simulate a deployment: the product's scheduler, placement and admission on GPUs with modelled step times.",
     )
     parser.set_defaults(run=main)
-    add = parser.add_argument_group("deployment").add_argument
+    deployment = parser.add_argument_group("deployment")
+    add = deployment.add_argument
     add("--gpu", default="h100", help="h100, h200, a100, b200, ... (%(default)s)")
     add("--model", default="llama-3.1-8b", help="(%(default)s)")
     add("--tp", "--tensor-parallel-size", type=positive_int, default=1, help="GPUs of a worker (%(default)s)")
@@ -52,8 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--both", type=count, default=0, help="colocated workers, with chunked prefill; default: 1 if no other is given"
     )
-    add("--weight-dtype", default="fp8", help="(%(default)s)")
-    add("--kv-cache-dtype", default="bf16", help="(%(default)s)")
+    add_dtypes(deployment)
     add = parser.add_argument_group("engines").add_argument
     add("--max-num-seqs", type=positive_int, default=MAX_NUM_SEQS, help="sequences in a step (%(default)s)")
     add("--max-num-batched-tokens", type=positive_int, default=2_048, help="tokens in a step (%(default)s)")
@@ -69,7 +68,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0,
         help="prompts up to it may be prefilled on decode (%(default)s)",
     )
-    add = parser.add_argument_group("load").add_argument
+    load = parser.add_argument_group("load")
+    add = load.add_argument
     add(
         "--trace", default="azure", help=f"{', '.join(sources.NAMES)}, or a file: .jsonl, .csv, .jsonl.gz (%(default)s)"
     )
@@ -83,17 +83,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--swing", type=share, default=0.6, help="sinusoid: share of the mean rate (%(default)s)")
     add("--burst-factor", type=positive_float, default=3.0, help="burst: times the usual rate (%(default)s)")
     add("--burst-seconds", type=positive_float, default=60.0, help="burst: in each period (%(default)s)")
-    add("--input-len", type=lengths, default="1024", help="synthetic: N, LOW:HIGH or lognormal:P50,P95 (%(default)s)")
-    add("--output-len", type=lengths, default="128", help="likewise (%(default)s)")
-    add = parser.add_argument_group("targets").add_argument
-    add(
-        "--slo",
-        type=slo_class,
-        action="append",
-        metavar="NAME:TTFT_MS:TPOT_MS[:ITL_P99_MS[:E2E_MS]][@SHARE]",
-        help=f"a class of calls; may be repeated (interactive:{INTERACTIVE.ttft_ms:g}:{INTERACTIVE.tpot_ms:g})",
-    )
-    add("--no-admission", action="store_true", help="let every call in at once, whatever the forecast")
+    add_lengths(load)
+    targets = parser.add_argument_group("targets")
+    add_classes(targets, default=INTERACTIVE)
+    targets.add_argument("--no-admission", action="store_true", help="let every call in at once, whatever the forecast")
     autoscale.add_flags(parser)
     add = parser.add_argument_group("run and output").add_argument
     add("--warm-up", type=float_from_0, default=30.0, help="seconds at the start that do not count (%(default)s)")
@@ -216,34 +209,6 @@ def _drawn(args: argparse.Namespace, num_calls: int, seed: int) -> Iterator[Trac
     }
     times_s = arrivals.evenly(mean) if args.arrivals == "uniform" else arrivals.instants(rates[args.arrivals], seed)
     return islice(arrivals.synthetic(times_s, args.input_len, args.output_len, seed), num_calls)
-
-
-def mix_of(found: list[tuple[SLO, float]] | None) -> Mix:
-    if not found:
-        return Mix()
-    names = [slo.name for slo, _ in found]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--slo names a class twice: {', '.join(names)}")
-    return Mix(tuple(slo for slo, _ in found), tuple(part for _, part in found))
-
-
-def slo_class(text: str) -> tuple[SLO, float]:
-    body, _, part = text.partition("@")
-    name, *targets = body.split(":")
-    try:
-        values, weight = [float(target) for target in targets], float(part) if part else 1.0
-    except ValueError:
-        values, weight = [], 0.0
-    good = name and 2 <= len(values) <= 4 and all(MIN_TARGET_MS <= value < math.inf for value in values)
-    if not good or not 0 < weight < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no class: give NAME:TTFT_MS:TPOT_MS[:ITL_P99_MS[:E2E_MS]][@SHARE], targets of at least "
-            f"{MIN_TARGET_MS} ms and a share above 0"
-        )
-    ttft_ms, tpot_ms, itl_p99_ms, e2e_ms = (*values, None, None)[:4]
-    assert ttft_ms is not None, "two targets at least"
-    assert tpot_ms is not None, "two targets at least"
-    return SLO(name, ttft_ms, tpot_ms, itl_p99_ms, e2e_ms), weight
 
 
 def float_from_0(text: str) -> float:

@@ -267,12 +267,12 @@ class SimWorker:
         if not self._watched:
             return
         for token in result.tokens:
-            if (attempt := self._watched.get(token.seq)) is None:
+            if (watched := self._watched.get(token.seq)) is None:
                 continue
-            self._note_token(attempt, end_s)
+            self._note_token(watched, end_s)
             if decodes:  # else its next gap is shorter than that of those who wait
                 del self._watched[token.seq]
-                self._long_steps.begin(attempt.call)
+                self._long_steps.begin(watched.call)
 
     def _note_token(self, attempt: Attempt, at_s: float) -> None:
         """The first one here, or the first one after a preemption."""

@@ -11,6 +11,7 @@ what is not JSON. Every error body is {"error": {"code", "message", "field"}}. R
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -147,7 +148,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(BatonError)
     async def baton_error(request: Request, error: BatonError) -> JSONResponse:
-        headers = {"retry-after": f"{clock.real_s(error.retry_after_s):.0f}"} if error.retry_after_s else {}
+        headers = {"retry-after": str(math.ceil(clock.real_s(error.retry_after_s)))} if error.retry_after_s else {}
         return _error(error.http_status, error.code, error.message, error.field, headers)
 
     @app.exception_handler(RequestValidationError)

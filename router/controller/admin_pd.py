@@ -6,11 +6,10 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Depends
 
-from baton import clock
 from router.controller.admin_access import Doors
-from router.controller.autoscaler.disaggregation import FRESH_S, Verdict
+from router.controller.autoscaler.disaggregation import Verdict
 from router.controller.feasibility import NO_FORECAST
-from router.controller.pays import PERIOD_S, Pays, sentence
+from router.controller.pays import Pays, sentence
 
 _SAYS = {True: "pays", False: "does_not_pay", None: "no_difference"}
 
@@ -25,10 +24,10 @@ def pd_routes(pays: Pays | None, doors: Doors) -> APIRouter:
             return {"available": False, "reason": NO_FORECAST}
         if pays.verdict is None:
             await pays.look()
-        verdict = pays.verdict
-        if verdict is None or (age_s := clock.now_s() - verdict.at_s) > FRESH_S:
+        if (found := pays.fresh()) is None:
             return {"available": False, "reason": pays.reason}
-        return {"available": True, "age_s": round(age_s, 1), "period_s": PERIOD_S, **_verdict_json(verdict)}
+        verdict, age_s = found
+        return {"available": True, "age_s": round(age_s, 1), "period_s": pays.period_s, **_verdict_json(verdict)}
 
     return api
 

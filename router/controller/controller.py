@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,7 @@ _FRESH_S = 5.0  # routers report each second
 _ROLE_NAMES = {int(role): role.name.lower() for role in Role}
 _MEASURE_S = 1.0  # two heartbeats: each sample has news
 _RETRY_S = 1.0  # a full disk is no sooner empty
+_KEEP_S = 1.0  # that an order waits for a disk, which takes a millisecond; a full one must not stop orders
 _MAX_REPORTS = 64  # routers remembered apart; of older ones only the totals are kept
 
 
@@ -111,6 +113,8 @@ class Controller:
         self._background.keep("measure", self._measure)
         if rates:
             self._background.keep("save rates", partial(self._save_rates, rates))
+        self._saved_version = 0 if fleets else sys.maxsize  # of the fleet, that is on disk
+        self._saved = asyncio.Event()  # set, and replaced, by each write
         if fleets:
             self._background.keep("save fleet", partial(self._save_changes, fleets))
         for member in saved.members:
@@ -193,6 +197,7 @@ class Controller:
             self._undrained.add(worker_id)
         log.info("worker_draining", worker=worker_id, draining=draining, after=str(after))
         self._wake()
+        await self.keep()
         await self._order(
             worker_id,
             lambda session: session.drain(draining),
@@ -226,6 +231,7 @@ class Controller:
         log.info("worker_role", worker=worker_id, role=role.name.lower())
         member = self.fleet.want_role(worker_id, role)
         self._wake()
+        await self.keep()
         return member
 
     async def tune(self, worker_id: str, tuning: Tuning) -> Member:
@@ -252,6 +258,7 @@ class Controller:
         log.info("worker_tuned", worker=worker_id, **dataclasses.asdict(tuning))
         member = self.fleet.want_tuning(worker_id, tuning)
         self._wake()
+        await self.keep()
         return member
 
     def want_local_prefill(self, max_tokens: int | None) -> None:
@@ -261,14 +268,19 @@ class Controller:
         self._wake()
 
     def let_go(self, worker_id: str) -> None:
-        """A worker that is away is to be ended, also where it comes back."""
+        """A worker that is away is to be ended, also where it comes back. Raises: Unavailable: another controller leads."""
+        self._leadership.check()
         self.fleet.want_draining(worker_id, True, AfterDrain.END)
         self._wake()
 
     def begin_end(self, worker_id: str) -> None:
-        """From now on it is being ended: it takes no work, and nothing but `forget` takes that back."""
-        self._ending.add(worker_id)
+        """From now on it is being ended: it takes no work, and nothing but `forget` takes that back.
+
+        Raises:
+            Unavailable: another controller leads.
+        """
         self.let_go(worker_id)
+        self._ending.add(worker_id)
 
     def is_ending(self, worker_id: str) -> bool:
         return worker_id in self._ending
@@ -466,20 +478,31 @@ class Controller:
 
     async def _save_changes(self, fleets: Fleets) -> None:
         """For ever. What cannot be written is tried again each second."""
-        saved_version, failed = 0, False
+        failed = False
         while True:
             changed, version = self._changed, self.fleet.version
-            if version == saved_version:
+            if version == self._saved_version:
                 await changed.wait()
                 continue
             try:
                 await asyncio.to_thread(fleets.save, self.fleet.saved())
-                saved_version, failed = version, False
+                self._saved_version, failed = version, False
+                self._saved.set()
+                self._saved = asyncio.Event()
             except OSError as error:
                 if not failed:  # said once
                     log.error("fleet_not_saved", reason=str(error))
                 failed = True
                 await asyncio.sleep(_RETRY_S)
+
+    async def keep(self) -> None:
+        """Return once the fleet as it is now is on disk: what was promised outlives this process. Where no disk takes it, it is
+        promised all the same."""
+        version = self.fleet.version
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KEEP_S):
+                while self._saved_version < version:
+                    await self._saved.wait()
 
     async def _save_rates(self, rates: RateStore) -> None:
         """For ever. What cannot be written is lost with this process."""

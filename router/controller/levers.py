@@ -97,7 +97,9 @@ class Levers:
                 later = await self._wake(self._member(worker_id, STANDBY), role, budget)
             case Create(role, shape):
                 self._fits(role, budget)
-                return f"create {await self._scaler.scale_up(role, shape)}"
+                worker_id = await self._scaler.scale_up(role, shape)
+                await self._controller.keep()
+                return f"create {worker_id}"
             case Drain(worker_id, keep_standby):
                 member = self._member(worker_id, READY, DRAINING, FAILED, STARTING)
                 if not keep_standby and (other := await self._victim(member, act.or_another)) is not member:

@@ -4,7 +4,7 @@
     local       the same, and any prompt may be prefilled where it is decoded
     colocated   as many workers that do both
 
-`question_of` and `verdict_of` are pure; Pays asks the simulator each PERIOD_S and keeps the newest Verdict, for the admin
+`asked_of` and `verdict_of` are pure; Pays asks the simulator each `period_s` and keeps the newest Verdict, for the admin
 endpoint and for the policy that falls back (autoscaler/disaggregation.py). Runs on the event loop.
 """
 
@@ -21,6 +21,8 @@ from baton.errors import BatonError
 from baton.log import get_log
 from baton.request import Role
 from router.controller.autoscaler.disaggregation import (
+    FRESH_PERIODS,
+    PERIOD_S,
     WHOLE_PROMPTS,
     WORTH,
     Difference,
@@ -34,7 +36,6 @@ from router.controller.what_if import Answer, Question, Run, Scenario, Simulator
 
 log = get_log("controller.pays")
 
-PERIOD_S = 300.0  # a verdict is of the last window, so none overlaps the one before
 APART, LOCAL, COLOCATED = "apart", "local", "colocated"
 MIN_SEEDS = 3  # two differences have no spread worth the name
 # Student's t at 95 %, by degrees of freedom from 1 on
@@ -198,6 +199,7 @@ class Pays:
         apart_tokens: int,
         budget_s: float,
         now_s: Callable[[], float] = clock.now_s,
+        period_s: float = PERIOD_S,
     ) -> None:
         self.verdict: Verdict | None = None  # the newest
         self.reason = "nothing was simulated yet"  # why the last look found no verdict; "" = it did
@@ -206,12 +208,19 @@ class Pays:
         self._apart_tokens = apart_tokens
         self._budget_s = budget_s
         self._now_s = now_s
+        self.period_s = period_s
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self.period_s)
             await self.look()
+
+    def fresh(self) -> tuple[Verdict, float] | None:
+        """The newest and its age; None: it is too old to say anything, or there is none."""
+        if self.verdict is None or (age_s := self._now_s() - self.verdict.at_s) > FRESH_PERIODS * self.period_s:
+            return None
+        return self.verdict, age_s
 
     async def look(self) -> None:
         try:

@@ -44,8 +44,9 @@ class Planner:
         apart_tokens = self.apart_tokens = local_limit(cluster.router.local_prefill_tokens)
         self._process = PlannerProcess(cluster.controller.planner)
         self.forecast = LiveForecast(self._process, self.measured, budget_s)
-        self.pays = Pays(self._process, self.measured, apart_tokens, budget_s)
-        self.disaggregation = Disaggregation(lambda: self.pays.verdict, apart_tokens)
+        period_s = cluster.controller.pd_period_s
+        self.pays = Pays(self._process, self.measured, apart_tokens, budget_s, period_s=period_s)
+        self.disaggregation = Disaggregation(lambda: self.pays.verdict, apart_tokens, period_s)
 
     def measured(self) -> Measured:
         """Now."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -100,9 +101,10 @@ class RayActors:
         first, where nobody would do so otherwise. A start that fails is a failed member, with the reason."""
         worker_id = config.worker_id
         if worker_id not in self._starting and worker_id not in self._ending:
-            starting = self._start(config, self._controller.fleet.get(worker_id).epoch, is_fresh)
-            task = self._starting[worker_id] = asyncio.create_task(starting, name=f"start {worker_id}")
-            task.add_done_callback(lambda _: self._starting.pop(worker_id))
+            epoch = self._controller.fleet.get(worker_id).epoch
+            task = asyncio.create_task(self._start(config, epoch, is_fresh), name=f"start {worker_id}")
+            self._starting[worker_id] = task
+            task.add_done_callback(partial(self._started, worker_id, epoch))
 
     async def end(self, worker_id: str) -> None:
         """For good, started or not. Raises: Unavailable."""
@@ -142,6 +144,13 @@ class RayActors:
             await self._ask(self._starts, f"start {worker_id}", lambda: pools.start(config))
         except BatonError as error:
             self._controller.start_failed(worker_id, epoch, error.message)
+
+    def _started(self, worker_id: str, epoch: int, task: asyncio.Task[None]) -> None:
+        """Nobody awaits a start: what it ran into is told here."""
+        del self._starting[worker_id]
+        if not task.cancelled() and (error := task.exception()):
+            log.error("start_raised", worker=worker_id, reason=str(error), error=type(error).__name__)
+            self._controller.start_failed(worker_id, epoch, f"its start failed: {error}")
 
     async def _kill(self, pools: Pools, worker_id: str) -> None:
         is_starting = worker_id in self._starting

@@ -18,33 +18,15 @@ SCALE = 10.0
 HERE_S = 0.01
 ROOT = Path(__file__).parents[2]
 CLUSTER = ("engine", "kv_transfer", "worker", "prefill_worker", "decode_worker", "router")
-OTHER_CLOCKS = frozenset(
-    [
-        "time.monotonic",
-        "time.monotonic_ns",
-        "time.perf_counter",
-        "time.perf_counter_ns",
-        "time.sleep",
-        "asyncio.run",
-        "asyncio.new_event_loop",
-        "asyncio.Runner",
-        "uvloop.run",
-        "uvloop.install",
-    ]
-)
-TELL_DATES = frozenset(  # of what has a date: what clients or operators read, and other processes' files
-    [
-        "router/openai_replies.py",
-        "router/openai_api.py",
-        "router/controller/main.py",
-        "router/controller/planner.py",
-        "router/batch/service.py",
-        "router/batch/contents.py",
-        "router/controller/kube/lease.py",
-        "router/controller/kube/platform.py",
-        "router/controller/kube/status.py",
-    ]
-)
+OTHER_CLOCKS = {
+    *("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.sleep"),
+    *("asyncio.run", "asyncio.new_event_loop", "asyncio.Runner", "uvloop.run", "uvloop.install"),
+}
+TELL_DATES = {  # what clients or operators read, and other processes' files
+    *("router/openai_replies.py", "router/openai_api.py", "router/controller/main.py", "router/controller/planner.py"),
+    *("router/batch/service.py", "router/batch/contents.py"),
+    *("router/controller/kube/lease.py", "router/controller/kube/platform.py", "router/controller/kube/status.py"),
+}
 
 
 @pytest.fixture

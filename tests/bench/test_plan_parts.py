@@ -20,8 +20,9 @@ from bench.plan.regime import Regime, regime_of, remedies
 from bench.plan.screen import Limit, Targets, guess
 from bench.plan.space import OWN_WINDOW_S, Candidate, Offer, Space, neighbours
 from bench.plan.traffic import Drawn, Recorded, Seen, load_of, recorded
+from bench.sim.call import Call
 from bench.sim.deployment import Hardware, Layout
-from bench.sim.simulation import Mix
+from bench.sim.simulation import Mix, Simulation
 from bench.traces import TraceError, TraceRow
 from bench.workload import Lengths
 from engine.timing.batch import Batch
@@ -119,7 +120,7 @@ def test_a_model_that_fits_nothing_on_offer_is_refused() -> None:
 def test_neighbours_use_the_same_gpus_and_differ_in_one_thing() -> None:
     one = candidate(Layout(0, 0, 4))
     found = list(neighbours(SPACE, one))
-    assert {other.budget for other in found if other.is_colocated} == {256, 1_024}
+    assert {other.budget for other in found if other.is_colocated} == {384, 640}
     assert all(other.num_gpus == 4 and other != one for other in found)
 
 
@@ -163,7 +164,15 @@ def test_the_knee_lies_between_a_rate_that_holds_and_one_that_does_not() -> None
     assert not knee.above.holds
     assert knee.below.rate <= knee.rate <= knee.above.rate
     assert judge.num_calls >= 150 * judge.num_trials
-    assert not judge.holds(candidate(Layout(0, 0, 1)), 3 * knee.rate, num_calls=150, seed=0)
+    before = judge.num_calls
+    assert not judge.holds(candidate(Layout(0, 0, 1)), 3 * knee.rate, num_calls=400, seed=0)
+    assert judge.num_calls - before < 400 / 2, "it went on long after it had missed too much"
+
+
+def test_a_trial_lasts_until_a_deployment_has_filled_up_and_half_as_long_again() -> None:
+    """Answers of 20 tokens at 20 ms: nine tenths of what will be there are there after 0.36 s."""
+    trial = Judge(CHAT, CLASSES).trial(candidate(Layout(0, 0, 1)), 40.0, num_calls=1, seed=0)
+    assert trial.num_calls == math.ceil(2.5 * 0.36 * 40.0)
 
 
 def test_disaggregation_pays_only_where_the_interval_says_so() -> None:
@@ -190,15 +199,45 @@ def test_a_plot_is_well_formed_and_escapes_its_labels() -> None:
     assert "x &amp; y" in text
 
 
+def first_of(num_gpus: int, *, budget: int, admits: bool = True) -> Candidate:
+    return next(one for one in prefill_first(SPACE, num_gpus, admits=admits) if one.budget == budget)
+
+
 def test_prefill_first_makes_running_sequences_wait_and_chunks_do_not() -> None:
     traffic = Drawn(4.0, Lengths(4_000, 4_000), Lengths(40, 40))
     judge = Judge(traffic, Mix((SLO("chat", 2_000.0, 100.0, itl_p99_ms=40.0),)))
-    one = next(one for one in prefill_first(SPACE, 1) if one.budget > 4_000)
     chunked = judge.trial(candidate(Layout(0, 0, 1)), 4.0, num_calls=100, seed=0)
-    whole = judge.trial(one, 4.0, num_calls=100, seed=0)
+    whole = judge.trial(first_of(1, budget=8_192), 4.0, num_calls=100, seed=0)
     assert chunked.holds
     assert not whole.holds
     assert whole.missed[Verdict.ITL] > whole.num_calls / 4
+
+
+def test_prompts_one_after_the_other_make_one_long_gap_for_who_waits() -> None:
+    """A prompt of 2,000 tokens takes 30 ms in its own step: one is shorter than the limit of 50 ms, two in a row are not."""
+
+    def gaps(num_prompts: int) -> list[int]:
+        calls: list[Call] = []
+        mix = Mix((SLO("chat", 10_000.0, 1_000.0, itl_p99_ms=50.0),))
+        simulation = Simulation(first_of(1, budget=2_048).deployment, mix, bounds=None, on_call=calls.append)
+        late = [TraceRow(0.1, 2_000, 5) for _ in range(num_prompts)]
+        simulation.run([TraceRow(0.0, 10, 80), *late])
+        return [call.num_long_gaps for call in sorted(calls, key=lambda call: call.seq)]
+
+    assert gaps(1) == [0, 0]
+    assert gaps(3) == [1, 1, 0, 0], (
+        "the first prompt of three waits for two more, the second for one, which is no longer than that"
+    )
+
+
+def test_without_admission_every_call_is_taken_however_late() -> None:
+    judge = Judge(CHAT, CLASSES)
+    admitted, open_ = (
+        judge.trial(first_of(1, budget=2_048, admits=admits), 200.0, num_calls=100, seed=0) for admits in (True, False)
+    )
+    assert admitted.missed[Verdict.FAILED]
+    assert not open_.missed[Verdict.FAILED]
+    assert open_.missed[Verdict.TTFT] > admitted.missed[Verdict.TTFT]
 
 
 def test_perturbed_steps_are_off_by_no_more_than_was_asked_and_the_same_for_a_seed() -> None:

@@ -12,7 +12,7 @@ from baton.config import ClusterConfig
 from cli.pd import lines
 from router.controller.admin_api import make_app
 from router.controller.admin_tokens import Token
-from router.controller.autoscaler.disaggregation import FRESH_S
+from router.controller.autoscaler.disaggregation import FRESH_PERIODS, PERIOD_S
 from router.controller.pays import APART, COLOCATED, LOCAL, Pays
 from router.windows import ClassWindow
 from tests.controller.conftest import ControlPlane
@@ -60,14 +60,16 @@ async def test_without_a_planner_without_traffic_and_with_an_old_verdict_the_ans
     assert lines(told) == ["no prediction is available: this controller has no planner"]
     async with viewer(plane, pays_of({}, window("interactive", 0.1))) as client:
         assert "too little traffic" in (await client.get("/admin/v1/pd")).json()["reason"]
+    now_s = 7.0
     old = Pays(
         ScriptedSimulator(by_scenario({APART: 900, LOCAL: 950, COLOCATED: 850})),
         lambda: measured(fleet(), window("interactive", 10.0)),
         0,
         5.0,
-        now_s=lambda: -2 * FRESH_S,
+        now_s=lambda: now_s,
     )
     await old.look()
+    now_s += FRESH_PERIODS * PERIOD_S + 1.0
     old.reason = "too little traffic to say"
     async with viewer(plane, old) as client:
         assert (await client.get("/admin/v1/pd")).json() == {"available": False, "reason": "too little traffic to say"}

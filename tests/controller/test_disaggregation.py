@@ -10,8 +10,9 @@ from router.controller.autoscaler.acts import LocalPrefill, Proposal
 from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.disaggregation import (
     CONFIRMATIONS,
-    DWELL_S,
-    FRESH_S,
+    DWELL_PERIODS,
+    FRESH_PERIODS,
+    PERIOD_S,
     WHOLE_PROMPTS,
     Difference,
     Disaggregation,
@@ -22,7 +23,6 @@ from router.controller.autoscaler.scaler import Times
 from tests.controller.live_rig import fleet
 
 APART_TOKENS = 64
-PERIOD_S = 300.0
 TICK_S = 10.0
 
 
@@ -108,7 +108,7 @@ def test_whatever_verdicts_say_changes_are_a_dwell_time_apart(seed: int) -> None
         world.period(rng.choice((-0.05, 0.0, +0.05)))
     gaps = [after - before for (before, _), (after, _) in zip(world.changes, world.changes[1:], strict=False)]
     assert world.changes, "it does act"
-    assert min(gaps) >= DWELL_S
+    assert min(gaps) >= DWELL_PERIODS * PERIOD_S
     assert all(one != other for (_, one), (_, other) in zip(world.changes, world.changes[1:], strict=False))
 
 
@@ -129,11 +129,11 @@ def test_a_change_by_somebody_else_is_left_alone_for_a_dwell_time() -> None:
     for _ in range(3):
         world.period(-0.05)
     assert [tokens for _, tokens in world.changes] == [APART_TOKENS]
-    assert world.changes[0][0] - began_s >= DWELL_S
+    assert world.changes[0][0] - began_s >= DWELL_PERIODS * PERIOD_S
 
 
 def test_an_old_verdict_one_from_the_future_and_none_decide_nothing() -> None:
-    for at_s in (-FRESH_S - 1.0, 1e6):
+    for at_s in (-FRESH_PERIODS * PERIOD_S - 1.0, 1e6):
         world = World()
         for number in range(4):
             world.newest = verdict(at_s - number / 10, +0.05)

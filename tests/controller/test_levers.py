@@ -14,7 +14,8 @@ from baton.v1 import control_pb2
 from router.controller import controller as controller_module
 from router.controller.autoscaler.acts import Act, Create, Drain, Flip, GiveUp, Tune, Undrain, Wake
 from router.controller.autoscaler.facts import Tuning
-from router.controller.fleet_state import DRAINING, READY, STANDBY, STARTING
+from router.controller.fleet_state import DRAINING, READY, STANDBY, STARTING, AfterDrain, Member
+from router.controller.fleet_store import FleetStore
 from router.controller.levers import Waits
 from router.controller.pool_orders import Order
 from router.controller.settings import Budget, Mode, PoolBounds
@@ -268,8 +269,7 @@ async def test_an_end_that_fails_does_not_hold_up_the_others(rig: Rig, monkeypat
         await rig.worker(name)
         await rig.orders.carry_out(Drain(name), ANN)
     await rig.until(lambda: rig.ids() == ["decode-0"])
-    with pytest.raises(Unavailable):
-        [_ async for _ in rig.levers.settle()]
+    await rig.until(lambda: 'failed_ticks_total{error="Unavailable"}' in rig.metrics())
 
 
 async def test_a_second_drain_has_all_of_its_time(tmp_path: Path, machines: Machines) -> None:
@@ -363,9 +363,41 @@ async def test_who_does_not_lead_tells_workers_nothing_by_whatever_way(
         for order in orders:
             with pytest.raises(Unavailable, match="does not lead: first does"):
                 await order
+        for end in (controller.let_go, controller.begin_end):
+            with pytest.raises(Unavailable, match="does not lead: first does"):
+                end("decode-0")
+        assert not controller.is_ending("decode-0")
         member = controller.fleet.get("decode-0")
         assert (member.draining, member.role, member.tuning) == (False, Role.DECODE, None)
         controller.fleet.want_tuning("decode-0", SMALL)  # as from a file that is old by now
         await asyncio.sleep(0.2)
         assert worker.heard_tunes == []
     await others.stop_all()
+
+
+async def test_what_was_answered_is_on_disk_and_a_disk_that_takes_nothing_stops_no_order(
+    tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleets = FleetStore(tmp_path / "fleet.json")
+    await rig.worker("prefill-0", "prefill")
+    await rig.worker("decode-0")
+    await rig.levers.pull(Create(Role.DECODE, SHAPE), Budget())
+    assert "decode-1" in {m.worker_id for m in fleets.load().members}
+
+    def kept(worker_id: str) -> Member:
+        return next(m for m in fleets.load().members if m.worker_id == worker_id)
+
+    await rig.levers.pull(Tune("decode-0", SMALL), Budget())
+    assert kept("decode-0").tuning == SMALL
+    await rig.levers.pull(Drain("decode-0", keep_standby=True), Budget())
+    assert kept("decode-0").after_drain is AfterDrain.STANDBY
+    await rig.levers.pull(Flip("prefill-0", Role.BOTH), Budget())
+    assert kept("prefill-0").role is Role.BOTH
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(controller_module, "_KEEP_S", 0.05)
+    monkeypatch.setattr(FleetStore, "save", full)
+    await rig.levers.pull(Drain("prefill-0"), Budget())
+    assert rig.state("prefill-0") == DRAINING

@@ -236,6 +236,30 @@ async def test_ray_that_cannot_be_connected_to_is_asked_again(
     await fleet.stop()
 
 
+async def test_a_start_that_ends_by_a_defect_is_a_failed_worker_and_is_tried_again(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_fleet, "REVIVE_S", 0.01)
+    ray, make, num_defects = FakeRay(), ray_fleet.WorkerConfigs.__call__, 2
+
+    def breaks(configs: ray_fleet.WorkerConfigs, worker_id: str, role: Role) -> WorkerConfig:
+        nonlocal num_defects
+        if worker_id == "decode-0" and num_defects:
+            num_defects -= 1
+            raise KeyError("a defect")
+        return make(configs, worker_id, role)
+
+    monkeypatch.setattr(ray_fleet.WorkerConfigs, "__call__", breaks)
+    fleet = fleet_of(controller, ray)
+    running = asyncio.create_task(fleet.start_and_revive())
+    await until(lambda: controller.fleet.get("decode-0").state == FAILED)
+    assert "a defect" in controller.fleet.get("decode-0").reason
+    await until(lambda: "decode-0" in ray.started)
+    assert caplog.text.count("start_raised") == 2
+    running.cancel()
+    await fleet.stop()
+
+
 async def test_a_connection_to_a_ray_that_is_too_small_is_closed_before_the_next_one(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

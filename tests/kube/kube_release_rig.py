@@ -121,7 +121,7 @@ class Release:
         self.registry = Registry()
         store = ControlStore(SQLite(folder / "decisions"), lambda: 7.0, {}, documents=self.platform.documents)
         self.platform.fleets.load()
-        self.controller = Controller(cluster.controller, store, self.platform.fleets)
+        self.controller = Controller(cluster.controller, store, self.platform.fleets, leadership=self.platform.lease)
         self.decisions: list[Decision] = []
         self.lowest = 10**9  # workers that served, of those that were there, at the worst moment
         self.orders: PoolOrders
@@ -131,7 +131,7 @@ class Release:
         await asyncio.to_thread(self.platform.lease.take)
         fleet = self.platform.machines(self.controller, lambda _: self.workers)
         self._levers = Levers(self.controller, fleet, 1, Waits(resumed_s=0.0))
-        self.orders = PoolOrders(self.controller, self._levers, fleet.shape_of, self._record)
+        self.orders = PoolOrders(self.controller, self._levers, fleet.shape_of, self._record, self.platform.lease)
         loops = (fleet.start_and_revive(), self._settle(), self.platform.look_after(self.orders), self._lead())
         self._fleet = fleet
         return [asyncio.create_task(loop) for loop in loops]

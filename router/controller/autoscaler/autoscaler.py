@@ -97,12 +97,23 @@ class Autoscaler:
         if self._is_settled(there):
             self._learn(facts, there, Load(tuple(loads)))
         load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
-        lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
-        sizes = Sizing(facts, there, load, self._roles, lessons, self._held(there), self._evaluator).sizes()
+        misses = self._misses(facts, load)
+        sizes = self._sizes(facts, there, load, misses=misses)
         self.wanted = sizes.wanted
-        self._patience.wanted(sizes.wanted)
+        if misses:  # so nothing that is there is known to be enough
+            for role in Role:
+                self._patience.forget(role)
+        self._patience.wanted(sizes.enough)
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
         return [*tunings, *self._levers(facts, there, sizes).proposals()]
+
+    def _sizes(self, facts: FleetFacts, there: Census, load: Load, *, misses: bool) -> Sizes:
+        lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
+        all_ready = there.ready == there.layout  # what calls felt is of these sizes, and no help is on its way
+        holdings, evaluator = self._held(there), self._evaluator
+        return Sizing(
+            facts, there, load, self._roles, lessons, holdings, evaluator, is_missed=misses and all_ready
+        ).sizes()
 
     def _levers(self, facts: FleetFacts, there: Census, sizes: Sizes) -> Levers:
         return Levers(
@@ -144,13 +155,27 @@ class Autoscaler:
             return False
         return self._patience.now_s - since_s >= SETTLED_S
 
+    def _misses(self, facts: FleetFacts, load: Load) -> bool:
+        """Whether more calls than may miss a target that could be kept, or are turned away."""
+        kept = self._keepable(facts, load)
+        return any(
+            too_many(of_class.num_judged - of_class.num_met, of_class)
+            for of_class in facts.classes
+            if of_class.slo.name in kept
+        )
+
+    def _keepable(self, facts: FleetFacts, load: Load) -> set[str]:
+        """Classes whose targets a size can keep."""
+        kinds = kinds_of(facts)
+        return {of_class.slo.name for of_class in load.classes if outlook.is_keepable(of_class, load, kinds)}
+
     def _learn(self, facts: FleetFacts, there: Census, load: Load) -> None:
-        now_s, kinds = self._patience.now_s, kinds_of(facts)
+        now_s = self._patience.now_s
         for of_class in facts.classes:
             num_missed = of_class.num_missed_ttft + of_class.num_missed_tpot
             if of_class.slo.priority < 0 and too_many(num_missed, of_class):
                 self._lessons.count(of_class.slo.name, now_s)
-        keepable = {of_class.slo.name for of_class in load.classes if outlook.is_keepable(of_class, load, kinds)}
+        keepable = self._keepable(facts, load)
         share = pressure(there.of(Role.DECODE)).used_share
         judged = [of_class for of_class in facts.classes if of_class.slo.name in keepable]
         for role in blamed(judged, (share or 0.0) > FULL, self._roles):

@@ -4,8 +4,8 @@
     local     a prompt may also be prefilled on the decode worker, however long it is; placement takes whichever is sooner
 
 A Verdict compares the two on the same calls. What is done follows the sign of a difference that is certain and worth it, and
-then only when CONFIRMATIONS verdicts in a row say so, DWELL_S after the last change. Between the two lines nothing is done, so
-traffic at which both are alike never makes it flap. A verdict that is old, or of another traffic's layout, says nothing.
+then only when CONFIRMATIONS verdicts in a row say so, DWELL_PERIODS after the last change. Between the two lines nothing is
+done, so traffic at which both are alike never makes it flap. A verdict that is old, or of another traffic's layout, says nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ WORTH = 0.01  # of all calls, that must be met more: a point, as DESIGN sections
 CONFIRMATIONS = (
     2  # verdicts: each is of five minutes of traffic, and two of them a chance of 1 in 400 rather than 1 in 20
 )
-DWELL_S = 600.0  # twice the window that verdicts look at, so that one is wholly of what was changed
-FRESH_S = 900.0  # three times as often as verdicts are made (router/controller/pays.py)
+# Between two verdicts. They look at a window of 300 s, so at this pace none overlaps the one before; controller.pd_period_s
+PERIOD_S = 300.0
+DWELL_PERIODS = 2.0  # one verdict is wholly of what was changed
+FRESH_PERIODS = 3.0  # for which a verdict counts where no newer one can be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,12 @@ class Verdict:
 class Disaggregation:
     """A Scaler of one lever: local prefill."""
 
-    def __init__(self, verdict: Callable[[], Verdict | None], apart_tokens: int) -> None:
-        """`verdict`: the newest; None where there is none. `apart_tokens`: the limit that belongs to `apart`."""
+    def __init__(self, verdict: Callable[[], Verdict | None], apart_tokens: int, period_s: float = PERIOD_S) -> None:
+        """`verdict`: the newest, made each `period_s`; None where there is none. `apart_tokens`: the limit that belongs to
+        `apart`."""
         self._verdict = verdict
         self._apart_tokens = apart_tokens
+        self._dwell_s, self._fresh_s = DWELL_PERIODS * period_s, FRESH_PERIODS * period_s
         self._seen_s = float("-inf")  # the last verdict that counted
         self._wish: int | None = None
         self._num_wishes = 0
@@ -98,7 +102,7 @@ class Disaggregation:
             self._changed_s = facts.now_s
         self._limit = facts.local_prefill_tokens
         verdict = self._verdict()
-        if verdict is None or verdict.local is None or not 0 <= facts.now_s - verdict.at_s <= FRESH_S:
+        if verdict is None or verdict.local is None or not 0 <= facts.now_s - verdict.at_s <= self._fresh_s:
             self._wish, self._num_wishes = None, 0
             return ()
         if verdict.at_s != self._seen_s:
@@ -106,7 +110,7 @@ class Disaggregation:
             self._count(self._wanted(verdict.local))
         if self._wish is None or self._wish == self._limit or self._num_wishes < CONFIRMATIONS:
             return ()
-        if facts.now_s - self._changed_s < DWELL_S:
+        if facts.now_s - self._changed_s < self._dwell_s:
             return ()
         return (self._proposal(self._wish, verdict, verdict.local),)
 

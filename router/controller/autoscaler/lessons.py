@@ -1,8 +1,9 @@
 """Where the formulas were wrong: what calls really felt, against what was foreseen. Pure; held in memory.
 
-A pool that should have been enough, that nothing has changed of for SETTLED_S, and whose calls miss their targets all the same
-does less than its steps say, for whatever reason: bursts, long tails, a slow disk. From then on it is STEP times as large as
-steps say, more if need be, up to MOST. That fades so slowly that a size which failed is not tried again within hours. To blame:
+A pool that should have been enough, that nothing has changed of for SETTLED_S, and whose calls miss their targets all the same,
+in two windows that have no call in common, does less than its steps say, for whatever reason: bursts, long tails, a slow disk.
+(One window alone may be a queue that chance made.) From then on it is STEP times as large as steps say, more if need be, up to
+MOST. That fades so slowly that a size which failed is not tried again within hours. To blame:
 
     late first tokens   prefill; decode, where its memory is full, since prompts then wait for it
     late tokens         decode
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from baton.request import Role
 from router.controller.autoscaler.facts import ClassTraffic
+from router.ring import SHORT_S
 
 SETTLED_S = 60.0  # twice the window in which attainment is measured: all in it came after the last change
 STEP = 1.1  # one worker of ten: less changes no size of common pools
@@ -36,6 +38,7 @@ class Lessons:
     def __init__(self) -> None:
         self._factors = dict.fromkeys(Role, 1.0)
         self._learned_s = dict.fromkeys(Role, -math.inf)
+        self._suspected_s = dict.fromkeys(Role, -math.inf)
         self._counted_s: dict[str, float] = {}  # until when, by class
 
     def factor(self, role: Role, now_s: float) -> float:
@@ -45,8 +48,11 @@ class Lessons:
         return 1.0 + more if more >= LEAST else 1.0
 
     def learn(self, role: Role, now_s: float) -> None:
-        """It was not enough."""
-        if now_s - self._learned_s[role] >= SETTLED_S:
+        """It was not enough, as the window says that ends now."""
+        since_s = now_s - self._suspected_s[role]
+        if since_s > SETTLED_S:
+            self._suspected_s[role] = now_s
+        elif since_s >= SHORT_S and now_s - self._learned_s[role] >= SETTLED_S:
             self._factors[role] = min(MOST, STEP * self.factor(role, now_s))
             self._learned_s[role] = now_s
 
@@ -68,7 +74,7 @@ class Lessons:
             self._factors[role] = min(MOST, factor) if factor > 1.0 else 1.0  # NaN is not
             self._learned_s[role] = now_s
         for name, left_s in counted_s.items():
-            if left_s > 0.0:
+            if left_s > 0.0:  # NaN is not
                 self._counted_s[name] = now_s + min(left_s, COUNT_FOR_S)
 
 

@@ -4,7 +4,7 @@
     2 a budget that was lowered is obeyed: standbys go, then who is not up, then who is least busy
     3 a short pool takes, in this order: who drains, whom another pool can spare, who stands by, somebody new; where the budget is
       spent, a pool of another shape that can spare one makes room
-    4 a pool that has been too large for long lets one go, and the next one once that one is gone
+    4 a pool that has been too large for long lets half of what is too much go, and the next ones once these are gone
 
 Each step sees what the ones before have done. Only who is ready flips or drains.
 """
@@ -41,6 +41,7 @@ class Levers:
         self._have = there.layout
         self._free = {worker.worker_id: worker for worker in facts.workers}  # of whom nothing was proposed yet
         self._num_gpus = there.num_gpus
+        self._num_kept = 0  # of those that are told to leave by now, as standbys
 
     def proposals(self) -> list[Proposal]:
         return [*self._give_up(), *self._obey_budget(), *self._grow(), *self._shrink(), *self._end_standbys()]
@@ -157,19 +158,23 @@ class Levers:
     # -- 4 -------------------------------------------------------------------------------------------------------------
 
     def _shrink(self) -> Iterator[Proposal]:
-        num_standbys = sum(w.state is State.STANDBY or w.stands_by for w in self._free.values())  # also those to come
         for role, wanted in self._sizes.wanted:
             enough = self._patience.enough(role)
-            if enough is None or self._have.of(role) <= max(enough, wanted):
+            if enough is None or any(worker.role is role for worker in self._there.leaving):
                 continue
-            if any(worker.role is role for worker in self._there.leaving):
-                continue  # one at a time
-            worker = self._least_busy(role)
-            if worker is not None and (worker.state in _NOT_UP or self._num_ready(role) > max(enough, wanted)):
+            size = max(enough, wanted)
+            for _ in range(math.ceil((self._have.of(role) - size) / 2)):
+                worker = self._least_busy(role)
+                if worker is None or not (worker.state in _NOT_UP or self._num_ready(role) > size):
+                    break
                 self._patience.shrank(role)
-                keep = num_standbys < self._max_standbys
-                num_standbys += keep and worker.state not in _NOT_UP
-                yield self._end(worker, f"{max(enough, wanted)} were enough for long: {self._why(role)}", keep)
+                keep = worker.state not in _NOT_UP and self._num_standbys < self._max_standbys
+                yield self._end(worker, f"{size} were enough for long: {self._why(role)}", keep)
+
+    @property
+    def _num_standbys(self) -> int:
+        """Also those to come."""
+        return sum(w.state is State.STANDBY or w.stands_by for w in self._free.values()) + self._num_kept
 
     def _end_standbys(self) -> Iterator[Proposal]:
         standbys = self._in(State.STANDBY)
@@ -202,6 +207,7 @@ class Levers:
                 GiveUp(worker.worker_id), f"{worker.worker_id} is not up and not needed: {why}", self._sizes.inputs
             )
         del self._free[worker.worker_id]
+        self._num_kept += keep_standby
         return Proposal(Drain(worker.worker_id, keep_standby), why, self._sizes.inputs)
 
     def _leave(self, worker: WorkerFacts) -> None:

@@ -15,15 +15,13 @@ import math
 from dataclasses import dataclass
 
 from baton.request import Role
+from router.capacity import TPOT_SHARE
 from router.controller.autoscaler.facts import Tuning
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork, Terms
 
 PREFILL_BUSY = 0.80  # DESIGN section 9, step 5: beyond it prompts wait for one another
 DECODE_BUSY = 0.85  # likewise: batches vary, and the fullest worker misses first
-# Of the TPOT target, for steps: the rest is the handoff gap, spread over an answer, and the step model's error (6 % in the
-# median: docs/goodput.md)
-TPOT_SHARE = 0.9
 KV_SHARE = 0.9  # of a pool: beyond it the next sequence soon preempts another. As router/placement.py, HEADROOM
 DRAIN_BACKLOG_S = (
     60.0  # in which what waits beyond the targets should be gone: about a start-up, so as long as help takes
@@ -69,7 +67,7 @@ def prefill_busy(kind: Kind, load: Load) -> float:
 
 
 def pace_limit_s(slo: ClassLoad) -> float:
-    """That a step may take."""
+    """That a step may take, as admission lets calls in: a larger batch would never be reached."""
     targets_ms = [TPOT_SHARE * slo.slo.tpot_ms]
     if slo.slo.itl_p99_ms is not None:
         targets_ms.append(slo.slo.itl_p99_ms)
@@ -83,9 +81,9 @@ def step_s(kind: Kind, load: Load, batch: float) -> float:
 
 
 def decoding(kind: Kind, load: Load) -> Decoding:
-    """B* and its step."""
+    """B* and its step. Batches are whole, which tells where a target leaves room for two or three."""
     most, limit = most_seqs(kind, load)
-    batches = [batch_within(kind, load, pace_limit_s(of_class)) for of_class in load.classes]
+    batches = [_whole(batch_within(kind, load, pace_limit_s(of_class))) for of_class in load.classes]
     keepable = [batch for batch in batches if batch >= 1]
     if batches and not keepable:  # no size of the pool helps those targets, so they do not count
         limit = "none keeps its tpot"
@@ -157,6 +155,11 @@ def _work_per_seq(kind: Kind, load: Load) -> StepWork:
         return StepWork(1.0, load.context_tokens)
     begun = 1 / load.outputs_per_s  # of all the fleet's prompts, per token that comes out
     return StepWork(1.0 + begun * load.lacking_per_s, load.context_tokens, begun * load.pairs_per_s)
+
+
+def _whole(batch: float) -> float:
+    """As many as fit, but for a rounding error."""
+    return math.floor(batch + 1e-9) if math.isfinite(batch) else batch
 
 
 def _root(room: float, slope: float) -> float:

@@ -2,8 +2,9 @@
 
     grow     at once; but after a start that failed only BACKOFF_S later, then twice that, and so on
     flip     dwell_s after the pool that would give took one, or the one that would take gave one
-    shrink   to what was enough for all of shrink_after_s, none of which came before the pool last grew; for twice as long
-             where it had to grow again within REGRET times that, and so on: so bursts find what the last one needed
+    shrink   to what was enough for HOLD_STARTS start-ups, shrink_after_s at most, none of which came before the pool last
+             grew; for twice as long where it had to grow again within REGRET_STARTS start-ups, and so on: so bursts find what
+             the last one needed
 
 Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
 """
@@ -19,11 +20,18 @@ from baton.request import Role
 from router.controller.autoscaler.facts import State, WorkerFacts
 from router.controller.autoscaler.layouts import Layout
 from router.controller.autoscaler.scaler import Times
+from router.ring import SHORT_S
 
 MAX_STEP_TICKS = 3  # between two looks; what is longer was a pause or a jump, and nobody knows what happened in it
 BACKOFF_S = 60.0  # a start-up
-REGRET = 2.0  # times shrink_after_s: what comes again within 10 min has a rhythm worth waiting for
-MAX_REGRETS = 3  # 40 min: what comes once an hour is cheaper to miss than to wait for
+# A worker that was let go too early is missed for a start-up. Holding it for as long as that once more costs as much as its
+# start, which is the least that it can cost to be wrong (ski rental: Karlin et al. 1988): docs/adr/0012
+HOLD_STARTS = 2.0
+LEAST_HOLD_S = 2 * SHORT_S  # so that all that is seen of the traffic came meanwhile, also where starts are instant
+# A call that is missed is taken to be worth ten times its GPU time (docs/control.md), so a worker that comes back sooner than
+# this should have been kept
+REGRET_STARTS = 10.0
+MAX_HOLD_S = 2_400.0  # what comes once an hour is cheaper to miss than to wait for
 MAX_BACKOFF_S = 1_800.0  # machines that were full may have room again
 MOST_KEPT_REGRETS = 8  # that a new process believes: 2^8 start-ups of 10 s are longer than any hold
 
@@ -100,19 +108,25 @@ class Patience:
 
     def grew(self, role: Role) -> None:
         pool = self._pools[role]
-        if self.now_s - pool.shrunk_s <= REGRET * self._hold_s(role):
-            pool.num_regrets = min(MAX_REGRETS, pool.num_regrets + 1)
+        if self.now_s - pool.shrunk_s <= self._regret_s(role):
+            if self._hold_s(role) < MAX_HOLD_S:
+                pool.num_regrets += 1
             pool.shrunk_s = -math.inf  # regretted once, however many it takes back
         self.forget(role)
 
     def shrank(self, role: Role) -> None:
         pool = self._pools[role]
-        went_well = math.isfinite(pool.shrunk_s) and self.now_s - pool.shrunk_s > REGRET * self._hold_s(role)
+        went_well = math.isfinite(pool.shrunk_s) and self.now_s - pool.shrunk_s > self._regret_s(role)
         pool.num_regrets = max(0, pool.num_regrets - went_well)
         pool.shrunk_s = self.now_s
 
     def _hold_s(self, role: Role) -> float:
-        return self._times.shrink_after_s * 2.0 ** self._pools[role].num_regrets
+        times = self._times
+        once_s = min(times.shrink_after_s, max(LEAST_HOLD_S, HOLD_STARTS * times.start_up_s))
+        return min(max(MAX_HOLD_S, once_s), once_s * 2.0 ** self._pools[role].num_regrets)
+
+    def _regret_s(self, role: Role) -> float:
+        return max(self._hold_s(role), REGRET_STARTS * self._times.start_up_s)
 
     # -- for the next process --------------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@
       at 0 while anybody calls or waits
     3 neighbours (search.py) with what calls would meet there (outlook.py)
 
-Three answers: for the load, for a load BAND lower (who is short even then, is short) and BAND higher (what a pool keeps that
-gives a worker away). So a load must move by BAND before what was done is undone.
+Four answers, so that a load must move by BAND before what was done is undone: for the load; for half a BAND less (who is short
+even then, is short; where calls miss their targets, who is short now); for half a BAND more (what is enough for a pool that lets
+a worker go); for a BAND more (what a pool keeps that gives one to another).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ MOST_TIMES, MOST_MORE = 4, 64
 class Sizes:
     wanted: Layout
     short: Layout  # below it a pool takes, up to `wanted`
-    spare: Layout  # above it a pool gives
+    enough: Layout  # down to it a pool may let go
+    spare: Layout  # above it a pool gives to another
     max_gpus: int | None  # of budget and machines
     reasons: Mapping[Role, str]  # why a pool is wanted as large as it is
     inputs: Mapping[str, Input]
@@ -69,8 +71,11 @@ class Sizing:
         lessons: Mapping[Role, float],
         holdings: Mapping[Role, Holding | None],
         evaluator: Evaluator,
+        *,
+        is_missed: bool = False,
     ) -> None:
-        """`facts`: sound ones. `lessons`: how many times the workers that steps ask for. `holdings`: None: nobody says."""
+        """`facts`: sound ones. `lessons`: how many times the workers that steps ask for. `holdings`: None: nobody says.
+        `is_missed`: calls miss their targets, and nobody is on the way."""
         self._facts = facts
         self._there = there
         self._kinds = kinds_of(facts)
@@ -79,16 +84,19 @@ class Sizing:
         self._roles = roles
         self._holdings = holdings
         self._evaluator = evaluator
+        self._is_missed = is_missed
         self._pressure = {role: pressure(there.of(role)) for role in roles}
         self._calls = _calls(facts)
 
     def sizes(self) -> Sizes:
-        wanted = self._best(1.0)
-        low, high = self._best(1 / BAND), self._best(BAND)
+        half = math.sqrt(BAND)
+        wanted, high, higher = self._best(1.0), self._best(half), self._best(BAND)
+        low = wanted if self._is_missed else self._best(1 / half)
         return Sizes(
             wanted=wanted,
             short=Layout(*(min(low.of(role), num) for role, num in wanted)),
-            spare=Layout(*(max(high.of(role), num) for role, num in wanted)),
+            enough=Layout(*(max(high.of(role), num) for role, num in wanted)),
+            spare=Layout(*(max(higher.of(role), num) for role, num in wanted)),
             max_gpus=self._max_gpus(),
             reasons={role: self._reason(role, wanted.of(role)) for role in self._roles},
             inputs=self._inputs(wanted),

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from fastapi import FastAPI
 
+from baton import clock
 from baton.config import ClusterConfig
 from baton.errors import Unavailable
 from baton.log import get_log
@@ -174,6 +175,6 @@ class Platform:
 
 def goodput(controller: Controller) -> float | None:
     """The part of calls that met their targets, all classes, in the shortest window; None: there were none."""
-    windows = [w for w in controller.measures.view(time.monotonic()).classes if w.window_s == min(SPANS_S)]
+    windows = [w for w in controller.measures.view(clock.now_s()).classes if w.window_s == min(SPANS_S)]
     num_judged = sum(window.num_judged for window in windows)
     return sum(window.num_met for window in windows) / num_judged if num_judged else None

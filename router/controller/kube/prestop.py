@@ -15,11 +15,11 @@ import argparse
 import asyncio
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 import grpc
 
+from baton import clock
 from baton.log import configure, get_log
 from baton.peer_trust import Part, PeerTrust, why_failed
 from baton.v1 import control_pb2, control_pb2_grpc
@@ -36,8 +36,8 @@ async def wait_until_drained(
     control: str, worker_id: str, address: tuple[str, int], limit_s: float, trust: PeerTrust
 ) -> str:
     """Why the wait is over."""
-    deadline_s, misses = time.monotonic() + limit_s, 0
-    while time.monotonic() < deadline_s:
+    deadline_s, misses = clock.now_s() + limit_s, 0
+    while clock.now_s() < deadline_s:
         if await _is_drained(control, worker_id, trust):
             return "drained"
         misses = 0 if await _listens(*address) else misses + 1
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     configure("prestop", "info")
     trust = PeerTrust(args.tls_dir, Part.WORKER)
-    why = asyncio.run(wait_until_drained(args.control, args.worker, (args.host, args.port), args.limit_s, trust))
+    why = clock.run(wait_until_drained(args.control, args.worker, (args.host, args.port), args.limit_s, trust))
     log.info("pod_may_end", worker=args.worker, reason=why)
     return 0
 

@@ -12,10 +12,10 @@ this process's records alone, and left to the autoscaler by a successor. Event l
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
+from baton import clock
 from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.log import get_log
 from router.controller.autoscaler.acts import Act, Create, Drain
@@ -48,7 +48,7 @@ class Upgrade:
         calls: KubeCalls,
         goodput: Callable[[], float | None],
         drain_s: float,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         """`goodput`: the part of calls that met their targets of late. `drain_s`: of a worker that is replaced; then its calls go
         on elsewhere."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from baton.request import Role
-from router.controller.autoscaler.acts import Create
+from router.controller.autoscaler.acts import Create, Drain
 from router.controller.autoscaler.autoscaler import Autoscaler
-from router.controller.autoscaler.facts import FleetFacts, Tuning, WorkerLoad
+from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, Tuning, WorkerLoad
+from router.controller.autoscaler.lessons import Lessons
+from router.controller.autoscaler.scaler import Times
 from tests.controller.autoscaler.fleets import MOST, carried_out, chat, facts, fleet
+from tests.controller.autoscaler.fluid import Fluid
 
 
 def sizes_after(num_ticks: int, start: tuple[int, int], rate: float, prompt: float, output: float) -> tuple[int, int]:
@@ -61,3 +66,62 @@ def test_a_pool_that_holds_more_than_chance_explains_grows_at_once_whatever_leng
 
 def test_a_pool_that_holds_more_for_long_grows_however_slowly_it_came() -> None:
     assert created([11 + tick // 20 for tick in range(160)])
+
+
+@pytest.mark.parametrize(("start_up_s", "hold_s"), [(5.0, 60.0), (60.0, 120.0), (100.0, 200.0), (600.0, 300.0)])
+def test_a_pool_shrinks_once_less_was_enough_for_two_start_ups_within_a_minute_and_five(
+    start_up_s: float, hold_s: float
+) -> None:
+    fluid = Fluid(Autoscaler(), fleet(1, 2), lambda _: [chat(5.0)])
+    fluid.scaler = Autoscaler(Times(start_up_s=start_up_s))
+    fluid.run(40)
+    assert fluid.times_of(Drain) == [10.0 + hold_s]
+
+
+def test_half_of_what_is_too_much_leaves_at_once_and_the_rest_once_these_are_gone() -> None:
+    fluid = Fluid(Autoscaler(), fleet(1, 9), lambda _: [chat(5.0)])
+    fluid.run(40)
+    assert fluid.times_of(Drain) == [130.0] * 4 + [150.0] * 2 + [170.0] + [190.0]
+    assert fluid.ready(Role.DECODE) == 1
+
+
+def test_a_pool_that_was_missed_soon_is_kept_for_twice_as_long_each_time() -> None:
+    def bursts(at_s: float) -> list[ClassTraffic]:
+        return [chat(250.0 if at_s % 600.0 < 60.0 else 5.0, prompt=16.0)]
+
+    fluid = Fluid(Autoscaler(), fleet(1, 2), bursts)
+    fluid.run(400)
+    drains = fluid.times_of(Drain)
+    waits = sorted({at_s - 600.0 * (at_s // 600.0) for at_s in drains})
+    assert waits[0] < 60.0 + 150.0
+    assert max(drains) < 2_400.0  # from the fourth burst on it is kept for the next one
+    assert fluid.ready(Role.DECODE) > 1
+
+
+def test_no_pool_shrinks_while_calls_miss_and_not_before_they_have_been_served_for_as_long_as_it_must() -> None:
+    def missed(at_s: float) -> list[ClassTraffic]:
+        return [chat(5.0, num_judged=100.0, num_failed=30.0 if at_s < 500.0 else 0.0)]
+
+    fluid = Fluid(Autoscaler(), fleet(1, 2), missed)
+    fluid.run(80)
+    assert fluid.times_of(Drain) == [490.0 + 120.0]
+
+
+def test_a_pool_that_is_short_by_less_than_the_band_grows_where_calls_miss() -> None:
+    def after_a_minute(num_failed: float) -> int:
+        fluid = Fluid(Autoscaler(), fleet(1, 2), lambda _: [chat(365.0, 16.0, num_judged=100.0, num_failed=num_failed)])
+        fluid.run(6)
+        return fluid.counts()["Create"]
+
+    assert (after_a_minute(0.0), after_a_minute(30.0)) == (0, 1)
+
+
+def test_one_bad_window_is_no_lesson_and_two_that_share_no_call_are() -> None:
+    lessons = Lessons()
+    for now_s in (0.0, 10.0, 20.0):
+        lessons.learn(Role.DECODE, now_s)
+    assert lessons.factor(Role.DECODE, 20.0) == 1.0
+    lessons.learn(Role.DECODE, 200.0)
+    assert lessons.factor(Role.DECODE, 200.0) == 1.0
+    lessons.learn(Role.DECODE, 230.0)
+    assert lessons.factor(Role.DECODE, 230.0) == pytest.approx(1.1)

@@ -20,6 +20,7 @@ from tests.controller.autoscaler.fluid import Fluid
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TIMES = Times()
+HOLD_S = 2 * TIMES.start_up_s
 MAX_GPUS = 12
 BUDGET = Budget(MAX_GPUS, PoolBounds(1), PoolBounds(1, 8))
 RATES = st.lists(st.sampled_from([0.0, 5.0, 40.0, 90.0, 110.0, 300.0]), min_size=2, max_size=8)
@@ -64,8 +65,8 @@ def test_sizes_turn_no_more_often_than_dwell_and_hold_allow(
     drains = fluid.times_of(Drain)
     grown = {at_s for role in Role for at_s, direction in turns(fluid, role) if direction > 0}
     for drained_s in drains:
-        assert drained_s >= TIMES.shrink_after_s  # never before it has been seen for that long
-    assert len(drains) <= 4 * (1 + 1_200 / TIMES.shrink_after_s) + len(grown)
+        assert drained_s >= HOLD_S  # never before it has been seen for that long
+    assert len(drains) <= 4 * (1 + 1_200 / HOLD_S) + len(grown)
     assert sum(w.num_gpus for w in fluid.workers) <= MAX_GPUS
     assert fluid.ready(Role.PREFILL) + fluid.ready(Role.DECODE) >= 2
 
