@@ -11,7 +11,8 @@ import sys
 from functools import partial
 
 from baton.config import ClusterConfig
-from router.controller import levers, ray_actors
+from router.controller import live_control, ray_actors
+from router.controller.levers import Waits
 from router.controller.ray_actors import Pools
 from tests.kube.pod_ray import ray_through
 
@@ -22,7 +23,7 @@ def connect(cluster: ClusterConfig) -> Pools:
 
 if __name__ == "__main__":  # before whoever takes these is imported
     vars(ray_actors)["connect"] = connect
-    vars(levers)["Waits"] = partial(levers.Waits, resumed_s=0.0)
+    vars(live_control)["Waits"] = partial(Waits, resumed_s=0.0)
     from router.controller.main import main
 
     sys.exit(main())
