@@ -104,7 +104,7 @@ def test_labels_that_are_asked_for_exist() -> None:
 
 
 def test_a_share_is_told_also_where_all_is_bad() -> None:
-    """What is divided by is there even if nothing ever went well: sums that add a counter which may not exist yet find nothing."""
+    """What is divided by is there even if nothing ever went well: a sum with a counter that does not exist yet finds nothing."""
     shares = [
         rule["expr"] for rule in rules(render(EVERYTHING).get("PrometheusRule", "demo-baton")) if "/ " in rule["expr"]
     ]
