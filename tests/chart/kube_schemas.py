@@ -2,8 +2,8 @@
 
 The schemas are those of kubernetes-validate, strict; compiled once and kept, since that package's own check reads 2 MB per
 object. RayCluster is not Kubernetes' own: what of it the chart may use is written down here after KubeRay's API reference
-(ray.io/v1), and its pods are checked as Kubernetes' are. With KubeRay's own CRD in a file, RAYCLUSTER_CRD=FILE checks against
-that, too.
+(ray.io/v1), and its pods are checked as Kubernetes' are. KUBE_CRDS=FOLDER, a folder of CRDs as other projects publish them, has
+their kinds checked against these, too.
 """
 
 from __future__ import annotations
@@ -94,14 +94,18 @@ def _closed(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": list(required)}
 
 
-def upstream_ray_cluster() -> jsonschema_rs.Validator | None:
-    """KubeRay's own, closed as an API server closes it; None where nobody named the file."""
-    if not (file := os.environ.get("RAYCLUSTER_CRD")):
-        return None
-    crd = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.CSafeLoader)
+@cache
+def upstream() -> dict[str, jsonschema_rs.Validator]:
+    """By kind: schemas of other projects' CRDs, closed as an API server closes them; none where nobody named a folder of them."""
+    folder = os.environ.get("KUBE_CRDS")
+    files = sorted(Path(folder).glob("*.yaml")) if folder else []
+    return dict(_upstream(yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)) for file in files)
+
+
+def _upstream(crd: dict[str, Any]) -> tuple[str, jsonschema_rs.Validator]:
     (schema,) = [v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == "v1"]
     schema["properties"]["metadata"] = {"type": "object"}
-    return jsonschema_rs.validator_for(_as_json_schema(schema))
+    return crd["spec"]["names"]["kind"], jsonschema_rs.validator_for(_as_json_schema(schema))
 
 
 def _as_json_schema(node: Any) -> Any:  # a schema as Kubernetes writes it

@@ -90,7 +90,7 @@ def test_labels_that_are_asked_for_exist() -> None:
         "kind",
     }
     ours |= {"part", "window"}
-    prometheus = {"le", "namespace", "service", "release"}
+    prometheus = {"__name__", "le", "namespace", "service", "release"}
     for expression in expressions():
         matched = {
             name for names in re.findall(r"\{([^}]*)\}", expression) for name in re.findall(r"(\w+)[=!]~?\"", names)
@@ -101,6 +101,17 @@ def test_labels_that_are_asked_for_exist() -> None:
             for name in names.split(",")
         }
         assert matched | grouped <= ours | prometheus, expression
+
+
+def test_a_share_is_told_also_where_all_is_bad() -> None:
+    """What is divided by is there even if nothing ever went well: a sum with a counter that does not exist yet finds nothing."""
+    shares = [
+        rule["expr"] for rule in rules(render(EVERYTHING).get("PrometheusRule", "demo-baton")) if "/ " in rule["expr"]
+    ]
+    assert len(shares) == 7
+    for expression in shares:
+        below = expression.partition("/ ")[2]
+        assert "or vector(0)" in below or "__name__=~" in below, expression
 
 
 def test_braces_and_brackets_of_expressions_are_whole() -> None:

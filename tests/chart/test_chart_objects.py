@@ -12,7 +12,7 @@ from baton.config import ClusterConfig
 from baton.config_load import from_json
 from tests.chart.chart_rig import Manifest, Release, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
-from tests.chart.kube_schemas import FOREIGN, VERSIONS, faults, upstream_ray_cluster
+from tests.chart.kube_schemas import FOREIGN, VERSIONS, faults, upstream
 
 pytestmark = needs_helm
 
@@ -44,10 +44,9 @@ def matches(selector: dict[str, str], pod: Manifest) -> bool:
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_api_server_would_take_every_object(name: str) -> None:
-    upstream = upstream_ray_cluster()
     for manifest in render(MATRIX[name]).manifests:
-        if manifest["kind"] == "RayCluster" and upstream is not None:
-            assert not [error.message for error in upstream.iter_errors(manifest)]
+        if (theirs := upstream().get(manifest["kind"])) is not None:
+            assert not [error.message for error in theirs.iter_errors(manifest)]
         if manifest["kind"] in FOREIGN and manifest["kind"] != "RayCluster":
             continue
         for version in VERSIONS:

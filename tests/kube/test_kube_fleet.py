@@ -159,6 +159,7 @@ async def test_who_scales_by_hand_is_followed_both_ways(fake: FakeApi, tmp_path:
         scale["spec"]["replicas"] = 3
         fake.verbs.update(STATEFUL_SETS, NAMESPACE, "demo-decode", scale, "scale")
         await until(lambda: "demo-decode-2" in rig.ids())
+        assert not rig.controller.fleet.get("demo-decode-2").extra  # theirs to take back
         scale = fake.verbs.get(STATEFUL_SETS, NAMESPACE, "demo-decode", "scale")
         scale["spec"]["replicas"] = 1
         fake.verbs.update(STATEFUL_SETS, NAMESPACE, "demo-decode", scale, "scale")
@@ -325,7 +326,7 @@ async def test_a_size_of_which_the_answer_was_lost_is_seen_and_not_asked_for_twi
         with pytest.raises(Unavailable):
             await rig.fleet.scale_up(Role.DECODE, "gpu")
         await until(lambda: "demo-decode-2" in rig.ids())
-        assert (rig.desired("decode"), rig.controller.fleet.get("demo-decode-2").extra) == (3, True)
+        assert (rig.desired("decode"), rig.controller.fleet.get("demo-decode-2").state) == (3, STARTING)
 
 
 async def test_a_dead_leader_s_successor_goes_on_where_it_stopped(fake: FakeApi, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ async def test_a_worker_killed_for_memory_comes_back_and_is_said(tmp_path: Path)
         rig.nodes.pod("demo-decode-1").kill(out_of_memory=True)
         await rig.until(lambda: conditions.OUT_OF_MEMORY in rig.conditions())
         assert {"demo-prefill-0", "demo-decode-0"} <= rig.serving()
+        await rig.until(lambda: rig.serving() == ALL)
 
 
 async def test_a_node_that_is_lost_is_said_and_its_workers_come_back_with_it(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ async def test_a_node_that_is_lost_is_said_and_its_workers_come_back_with_it(tmp
         rig.nodes.lose_node("node-2", kill=True)
         rig.workers.stop("demo-decode-1")
         await rig.until(lambda: conditions.NODE_LOST in rig.conditions())
-        assert rig.serving() == {"demo-prefill-0", "demo-decode-0"}
+        await rig.until(lambda: rig.serving() == {"demo-prefill-0", "demo-decode-0"})
 
 
 async def test_a_sick_worker_s_pod_is_evicted_by_name_and_comes_back_under_it(tmp_path: Path) -> None:

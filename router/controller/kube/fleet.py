@@ -4,9 +4,10 @@
     scale_down    the worker is stopped, then its pod's place is taken away
     look          each LOOK_S and whenever a pod changes: what reconcile.py finds
 
-A pod's place, not the pod, is a member of the fleet: a pod that is lost comes back, under the same name where a StatefulSet makes
-it, and its worker is started again. Only a leader acts (`leads`); who does not, sees the same and changes nothing. While the API
-server is away nothing is known to be gone, so nobody is. Event loop only.
+A pod that was asked for here and does not come is given back; one that somebody else asked for, or that is configured, is
+waited for. A pod's place, not the pod, is a member of the fleet: a pod that is lost comes back, under the same name where a
+StatefulSet makes it, and its worker is started again. Only a leader acts (`leads`); who does not, sees the same and changes
+nothing. While the API server is away nothing is known to be gone, so nobody is. Event loop only.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class KubeFleet:
         self._begun_s: dict[str, float] = {}  # when its start was last asked for
         self._waiting_since_s: dict[str, float] = {}  # workers whose pods do not run
         self._sizes_s = float("-inf")
+        self._num_growing = 0  # calls of scale_up that have not returned
         self._changed = asyncio.Event()
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -173,8 +175,9 @@ class KubeFleet:
 
     async def _take(self, step: Step) -> None:
         match step:
-            case Expect(worker_id, role, shape, extra):
-                self._controller.expect(worker_id, role, shape, extra=extra)
+            case Expect(worker_id, role, shape):
+                if not self._num_growing:  # else it may be the one that is being asked for
+                    self._controller.expect(worker_id, role, shape)
             case Forget(worker_id):
                 self._forget(worker_id)
             case Vanish(worker_id, why):
@@ -266,9 +269,13 @@ class KubeFleet:
     async def scale_up(self, role: Role, shape: str) -> str:
         home = self._homes.home_of(role, shape)
         self._check_leads()
-        names = await self._homes.grow(home)
-        self._controller.expect(names[0], role, shape, extra=True)
-        return names[0]
+        self._num_growing += 1
+        try:
+            [name] = await self._homes.grow(home)
+            self._controller.expect(name, role, shape, extra=True)
+        finally:
+            self._num_growing -= 1
+        return name
 
     def can_end(self, worker_id: str) -> bool:
         if self._config.mode != "statefulset":

@@ -82,12 +82,7 @@ class Homes:
 
     def known(self) -> Mapping[str, Home]:
         return {
-            home: Home(
-                self._pools[home].role,
-                self._pools[home].shape,
-                tuple(reversed(size.victims)),
-                self._pools[home].initial,
-            )
+            home: Home(self._pools[home].role, self._pools[home].shape, tuple(reversed(size.victims)))
             for home, size in self._sizes.items()
         }
 

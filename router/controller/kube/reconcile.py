@@ -29,7 +29,6 @@ class Home:
     role: Role  # that its pods begin with
     shape: str
     names: tuple[str, ...]  # of pods that its size has a place for
-    num_configured: int  # of them, that are brought back for ever; the rest was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class Expect:
     worker_id: str
     role: Role
     shape: str
-    extra: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,9 @@ class Situation:
 def steps(now: Situation) -> Iterator[Step]:
     known = {member.worker_id for member in now.members}
     for home in now.homes.values():
-        for number, name in enumerate(home.names):
+        for name in home.names:
             if name not in known:
-                yield Expect(name, _role_of(now.pods.get(name), home), home.shape, number >= home.num_configured)
+                yield Expect(name, _role_of(now.pods.get(name), home), home.shape)
     named = {name for home in now.homes.values() for name in home.names}
     for member in now.members:
         if now.is_whole and member.worker_id not in named and member.worker_id not in now.pods:
