@@ -63,7 +63,7 @@ class Phase:
 PROMPTS = Phase("long prompts", 60.0, 1.0, 1_500, 16)
 ANSWERS = Phase("long answers", 110.0, 6.0, 200, 200, ((50.0, "controller"), (80.0, "worker")))
 FULL = (PROMPTS, ANSWERS, PROMPTS)
-QUICK = (Phase("long answers", 40.0, 7.0, 200, 100, ((20.0, "controller"),)),)
+QUICK = (Phase("long answers", 40.0, 6.0, 200, 200, ((25.0, "controller"),)),)
 
 
 @dataclass(slots=True)

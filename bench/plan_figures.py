@@ -218,12 +218,16 @@ def _goal(case: Case, effort: Effort) -> Iterator[GoalRow]:
     picked = search.best(case.num_gpus)
     if picked is None:
         raise SystemExit(f"{case.name}: nothing holds {case.slo}")
-    picked_knees = _knees(picked, judge, effort)
+    known = {picked.candidate: _knees(picked, judge, effort)}
     for kind, found in {"planner": picked, **_others(search, question, load)}.items():
         if found is None or found.knee.rate == 0:
             continue
-        knees = _knees(found, judge, effort)
-        over = [mine.rate / theirs.rate for mine, theirs in zip(picked_knees, knees, strict=True) if theirs.rate]
+        if found.candidate not in known:
+            known[found.candidate] = _knees(found, judge, effort)
+        knees = known[found.candidate]
+        over = [
+            mine.rate / other.rate for mine, other in zip(known[picked.candidate], knees, strict=True) if other.rate
+        ]
         above = knees[0].above
         yield GoalRow(
             case.name,

@@ -73,28 +73,48 @@ class BlockPool:
 
     def allocate(self, num_blocks: int, hold: Hold) -> list[int]:
         """Take blocks of unknown content; free ones first, then the least recently used cached ones."""
-        assert num_blocks <= self.num_available, "allocate: the caller did not check num_available"
-        num_free = min(num_blocks, len(self._free))
-        taken = self._free[len(self._free) - num_free :][::-1]
-        del self._free[len(self._free) - num_free :]
-        refs = self._refs[hold]
+        free, refs = self._free, self._refs[hold]
+        if (num_lacking := num_blocks - len(free)) > 0:
+            assert num_lacking <= len(self._cached), "allocate: the caller did not check num_available"
+            num_blocks = len(free)
+        taken = free[len(free) - num_blocks :]
+        del free[len(free) - num_blocks :]
+        taken.reverse()
         for block in taken:
             refs[block] = 1
-        self._num_held[hold] += num_free
-        return taken + [self._evict(hold) for _ in range(num_blocks - num_free)]
+        self._num_held[hold] += num_blocks
+        if num_lacking > 0:
+            taken += [self._evict(hold) for _ in range(num_lacking)]
+        return taken
 
     def acquire(self, blocks: Iterable[int], hold: Hold) -> None:
         """Refer to published blocks that others may share; their content stays."""
+        refs, others, cached, published = self._refs[hold], self._refs[1 - hold], self._cached, self._published
         for block in blocks:
-            assert block in self._published, "acquire: the block is not published"
-            self._cached.pop(block, None)
-            self._refer(block, hold, 1)
+            assert block in published, "acquire: the block is not published"
+            if refs[block]:
+                refs[block] += 1
+            elif others[block]:
+                self._refer(block, hold, 1)
+            else:
+                del cached[block]
+                refs[block] = 1
+                self._num_held[hold] += 1
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
         """Give references back, last block first: the head of a prefix is worth most and is evicted last."""
         refs, others, num_let_go = self._refs[hold], self._refs[1 - hold], 0
         free, cached, published = self._free, self._cached, self._published
-        for block in reversed(list(blocks)):
+        given = list(blocks)
+        given.reverse()
+        if not published:  # then nothing is shared
+            for block in given:
+                refs[block] -= 1
+            assert not any(map(refs.__getitem__, given)), "release: a block is not held"
+            free += given
+            self._num_held[hold] -= len(given)
+            return
+        for block in given:
             if refs[block] != 1 or others[block]:
                 assert refs[block] > 0, "release: the block is not held"
                 self._refer(block, hold, -1)
@@ -112,7 +132,8 @@ class BlockPool:
         active, reserved = self._refs
         num_taken_over = 0
         for block in blocks:
-            num_taken_over += not active[block]
+            if not active[block]:
+                num_taken_over += 1
             active[block] += 1
             reserved[block] -= 1
         self._num_held[Hold.ACTIVE] += num_taken_over

@@ -10,6 +10,7 @@ Switched off, nothing is ever published or found. Runs on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from baton.hashing import BlockHash, block_hashes, max_prefix_hit_blocks, root_hash
@@ -17,10 +18,23 @@ from baton.request import Request
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 
+HashBlocks = Callable[[BlockHash, Seq[int], int], list[BlockHash]]  # parent, tokens, block size
+
 
 class PrefixCache:
-    def __init__(self, pool: BlockPool, *, block_size: int, fingerprint: str, kv_dtype: str, enabled: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        fingerprint: str,
+        kv_dtype: str,
+        enabled: bool,
+        hash_blocks: HashBlocks = block_hashes,
+    ) -> None:
+        """`hash_blocks`: another one that gives the same, for who remembers what it hashed."""
         self._pool = pool
+        self._hash_blocks = hash_blocks
         self._block_size = block_size
         self._fingerprint = fingerprint
         self._kv_dtype = kv_dtype
@@ -54,7 +68,7 @@ class PrefixCache:
         if not self._enabled:
             return []
         tokens = request.token_ids[: num_blocks * self._block_size]
-        return block_hashes(self._root(request), tokens, self._block_size)
+        return self._hash_blocks(self._root(request), tokens, self._block_size)
 
     def publish(self, sequence: Sequence) -> None:
         """Make every block that is full and computed findable."""
@@ -106,7 +120,7 @@ class PrefixCache:
             return
         parent = sequence.hashes[-1] if known else self._root(sequence.request)
         tokens = sequence.token_ids[known * self._block_size : num_blocks * self._block_size]
-        sequence.hashes += block_hashes(parent, tokens, self._block_size)
+        sequence.hashes += self._hash_blocks(parent, tokens, self._block_size)
 
     def _root(self, request: Request) -> BlockHash:
         return root_hash(self._fingerprint, self._kv_dtype, request.tenant_salt)

@@ -225,10 +225,9 @@ class Scheduler:
 
     def grant_beside_decodes(self, now_s: float) -> list[Reservation]:
         """What the next step would grant after its decodes, where it would do nothing else before; so that it may be skipped."""
-        plan = Plan()
-        budget = self.tuning.max_num_batched_tokens - len(self._running)
         if not self._queued or not self._all_decode() or self._num_blocks_lacking(1) > self._pool.num_available:
-            return plan.reserved
+            return []
+        plan, budget = Plan(), self.tuning.max_num_batched_tokens - len(self._running)
         for sequence in self._running:
             self._can_grow(sequence, plan)
         while (head := self._startable(budget)) is not None and head.state is SeqState.QUEUED:
@@ -346,6 +345,8 @@ class Scheduler:
 
     def _startable(self, budget: int) -> Sequence | None:
         """The one sequence or reservation that may start now."""
+        if not self._waiting and not self._queued:
+            return None
         heads = [head for head in self._waiting[:1] if budget > 0 and self._has_seat(head)]
         heads += [head for head in self._queued[:1] if self._has_seat(head) and not self._waits_for_preempted(head)]
         head = min(heads, key=_order, default=None)

@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from router.call import Call, Calls
 from router.grpc_messages import check_flush, to_received, to_spec
-from router.resume import take_up
+from router.resume import take_up, within
 from router.validate import check_token_ids
 
 CallMessage = serving_pb2.GenerateRequest | serving_pb2.ResumeRequest
@@ -30,9 +30,10 @@ async def open_call(
             spec, resumed = replace(to_spec(message, metadata, timeout_s, max_bytes), tenant=tenant), None
         else:
             received = to_received(message)
+            vocab_size = calls.limits.vocab_size
             for token_ids in received:  # first: to look for the call ends it wherever it runs
-                check_token_ids("received", token_ids, calls.limits.vocab_size)
-            found = await calls.resumable.find(tenant.name, message.request_id)
+                check_token_ids("received", token_ids, vocab_size)
+            found = within(await calls.resumable.find(tenant.name, message.request_id), vocab_size)
             resumed = take_up(found, message.next_index, received)
             left_s = min((t for t in (timeout_s, found.ttl_s) if t is not None), default=None)
             spec = replace(found.spec, tenant=tenant, labels=replace(found.spec.labels, timeout_s=left_s))

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from baton.errors import AlreadyExists, BatonError, Cancelled, InvalidRequest, NotFound, Unavailable, WorkerLost
@@ -293,6 +294,12 @@ def _said(sequence: worker_pb2.ParkedSequence) -> Iterable[tuple[int, KnownToken
     for entry, token_id in enumerate(sequence.tokens):
         finish = FinishReason(sequence.finish_reason if entry == last else FinishReason.NONE)
         yield sequence.request.num_output_tokens + entry, KnownToken(token_id, finish, logprobs.get(entry))
+
+
+def within(found: FoundCall, vocab_size: int) -> FoundCall:
+    """Without what no worker can have meant: a token beyond the vocabulary, and what follows it, is made again."""
+    answers = (takewhile(lambda token: token.token_id < vocab_size, known) for known in found.answers)
+    return replace(found, answers=tuple(map(tuple, answers)))
 
 
 # -- 3 take up ---------------------------------------------------------------------------------------------------------

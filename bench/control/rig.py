@@ -28,7 +28,7 @@ CHAT = SLO("chat", ttft_ms=10_000.0, tpot_ms=30.0)  # three times a 32k prompt's
 # A lane has some 0.2 s of work before it is given more, since prompts take seconds here: the default's 10 ms are for prompts of
 # tens of milliseconds, and looking at who waits 20 times as often is most of what such a simulation takes
 BOUNDS = replace(simulation.BOUNDS, window_s=0.2)
-TIMES = Times()  # tick 10 s, start-up 60 s, flip 1 s once idle, dwell 60 s, shrink after 300 s
+TIMES = Times()  # tick 10 s, start-up 60 s, flip 1 s once idle, dwell 60 s, shrink after two start-ups
 
 
 def deployment(layout: Layout, *, caches: bool = False) -> Deployment:

@@ -39,7 +39,10 @@ class Clock:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Handle events until there are none, or `until` says that it is enough."""
-        while self._heap and not until():
-            self.now_s, _, act = heapq.heappop(self._heap)
+        heap, pop, add = self._heap, heapq.heappop, self.add
+        while heap and not until():
+            now_s, _, act = pop(heap)
+            self.now_s = now_s
             self.num_handled += 1
-            self.add(act(self.now_s))
+            if events := act(now_s):
+                add(events)

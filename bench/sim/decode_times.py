@@ -10,6 +10,7 @@ from engine.timing.step_time import Batch, StepTime
 
 _PROBE_TOKENS = 1 << 20  # context at which linearity is judged: beyond what one GPU holds of an 8B model
 _SAME = 1e-12  # relative: rounding
+_UNKNOWN = (-1.0, -1.0)  # no line is below 0
 
 
 @dataclass(slots=True)
@@ -23,9 +24,9 @@ class FastDecodes:
         return self.times.step_s(batch)
 
     def decode_steps_s(self, num_decodes: int, context_tokens: int, num_steps: int) -> float:
-        if num_decodes not in self._lines:
-            self._lines[num_decodes] = self._line(num_decodes)
-        line = self._lines[num_decodes]
+        line = self._lines.get(num_decodes, _UNKNOWN)
+        if line is _UNKNOWN:
+            line = self._lines[num_decodes] = self._line(num_decodes)
         if line is None:
             return self.times.decode_steps_s(num_decodes, context_tokens, num_steps)
         base_s, per_token_s = line

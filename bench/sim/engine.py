@@ -22,6 +22,7 @@ from baton.config import EngineConfig
 from baton.request import Request
 from bench.sim.call import ANSWER_TOKEN
 from bench.sim.clock import Event
+from bench.sim.hashing import block_hashes
 from engine.block_pool import BlockPool
 from engine.ports import Reservation, Sample, SequenceEnded, StepResult
 from engine.prefix_cache import PrefixCache
@@ -130,6 +131,7 @@ class SimEngine:
             fingerprint=shape.fingerprint,
             kv_dtype="auto",
             enabled=config.prefix_cache,
+            hash_blocks=block_hashes,
         )
         stops = StopRules(frozenset(), shape.pool_tokens + 1)
         self.scheduler = shape.scheduler(config, self.pool, self.cache, stops, block_size=config.block_size)
@@ -186,10 +188,14 @@ class SimEngine:
     def _begin(self, now_s: float) -> list[Event]:
         """At the end of a step, or out of idleness."""
         self._known_sums = None
-        ended = [over for command in self._commands if (over := command()) is not None]
+        for command in self._commands:
+            ended = command()
+            assert ended is None, "an answer that ends with its first token is not handed over"
         self._commands.clear()
-        assert not ended, "an answer that ends with its first token is not handed over"
         self._began_s = now_s
+        if not self.scheduler.num_running and not self.scheduler.num_waiting:
+            self._is_stepping = False
+            return []
         granted = self.scheduler.grant_beside_decodes(now_s) if self._fast else []
         num_steps = self.scheduler.steps_until_event() if self._fast else 0
         if num_steps:

@@ -22,6 +22,7 @@ from baton.request import Request
 from baton.slo import SLO
 from bench.sim.call import Attempt, Call, continued, request_of
 from bench.sim.clock import Event
+from bench.sim.hashing import hash_prompt
 from bench.sim.roster import Roster
 from bench.sim.worker import HOP_S, SimWorker, num_sent
 from bench.traces import TraceRow
@@ -29,7 +30,6 @@ from router.admission import Admission, Bounds, Shed, Turn
 from router.flow_back import plan
 from router.holds import Hold
 from router.placement import Choice, Demand, choose, look
-from router.prefix_index import hash_prompt
 from router.tenants import OPEN
 from router.turns import PUMP_S
 
@@ -226,7 +226,7 @@ class SimRouter:
 
     def _demand(self, call: Call, request: Request) -> Demand:
         num_tokens, slo = len(request.token_ids), call.slo
-        hashes = hash_prompt(request.token_ids, b"", self.roster.roots) if self._caches else {}
+        hashes = hash_prompt(request.token_ids, self.roster.roots) if self._caches else {}
         num_left = request.num_tokens_left
         return Demand(num_tokens, num_tokens + num_left, hashes, ttft_ms=slo.ttft_ms, tpot_ms=slo.pace_ms)
 

@@ -7,7 +7,7 @@ conversations each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -110,5 +110,6 @@ def _played(stream: Stream, span: Span, speed: float, num_calls: int, seed: int)
         turn = played // span.num_rows
         for row in islice(stream(seed), min(span.num_rows, num_calls - played)):
             ids = tuple(block_id + turn * span.num_ids for block_id in row.block_ids) if turn else row.block_ids
-            yield replace(row, at_s=(row.at_s + turn * span.length_s) / speed, block_ids=ids)
+            at_s = (row.at_s + turn * span.length_s) / speed
+            yield TraceRow(at_s, row.input_tokens, row.output_tokens, ids, row.block_tokens)
             played += 1

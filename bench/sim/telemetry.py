@@ -25,7 +25,7 @@ from bench.sim.fleet import Fleet, Member
 from bench.sim.router import SimRouter
 from bench.sim.worker import SimWorker
 from router.admission import Shed
-from router.controller.autoscaler.facts import Blueprint, FleetFacts, WorkerFacts, WorkerLoad
+from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, WorkerFacts, WorkerLoad
 from router.controller.autoscaler.gather import Surroundings, gather, learned
 from router.controller.measures import Measures
 from router.controller.settings import Budget
@@ -176,6 +176,7 @@ class Telemetry:
             tuning=worker.tuning if worker is not None else shape.tuning,
             most=shape.most,
             load=self._load(worker, now_s) if worker is not None else None,
+            stands_by=member.state is State.DRAINING and member.keep_standby,
         )
 
     def _load(self, worker: SimWorker, now_s: float) -> WorkerLoad | None:

@@ -176,6 +176,20 @@ def test_every_act_is_carried_out_and_told_in_the_next_facts() -> None:
     assert outcome.num_reversals == 4  # each change after the first turns a pool back
 
 
+@pytest.mark.parametrize("keep_standby", [True, False])
+def test_who_drains_is_told_with_what_becomes_of_it(keep_standby: bool) -> None:
+    scaler = Scripted(
+        {
+            1: lambda facts: [Create(Role.DECODE, facts.workers[0].shape)],
+            3: lambda _: [Drain("decode-0", keep_standby=keep_standby)],
+        }
+    )
+    run(scaler, calls(1.0, 50.0, answer=4_000))
+    told = [(w.state, w.stands_by) for facts in scaler.seen for w in facts.workers if w.worker_id == "decode-0"]
+    assert (State.DRAINING, keep_standby) in told
+    assert {stands_by for state, stands_by in told if state is not State.DRAINING} == {False}
+
+
 def test_what_the_product_would_refuse_is_refused_and_written_down() -> None:
     scaler = Scripted(
         {

@@ -63,7 +63,8 @@ def test_what_is_not_to_be_seen_from_here_is_not_gone(monkeypatch: pytest.Monkey
     host, pid, _, boot, namespace, nonce = this_process().split("/")
     elsewhere = (
         "/".join((host, pid, "1", "another boot", namespace, nonce)),
-        "/".join((host, pid, "1", boot, "pid:[1]", nonce)),
+        "/".join((host, pid, "1", boot, "pid:[1]+time:[1]", nonce)),
+        "/".join((host, str(2**70), "1", boot, namespace, nonce)),
         "/".join((host, pid, "1", "", "", nonce)),
         "first",
         "",
@@ -74,6 +75,17 @@ def test_what_is_not_to_be_seen_from_here_is_not_gone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(holder, "_BOOT_ID", Path("/nowhere"))
     assert not is_gone("/".join((host, pid, "1", "", "", nonce))), "nobody can say where we are ourselves"
     assert not is_gone(this_process())
+
+
+def test_a_process_that_proc_hides_is_there_as_long_as_signals_find_it(
+    monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
+) -> None:
+    name = name_of(other)
+    monkeypatch.setattr(holder, "_started", lambda pid: "")  # as with hidepid=2, of another user's
+    assert not is_gone(name)
+    other.kill()
+    other.wait()
+    assert is_gone(name)
 
 
 def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(

@@ -14,13 +14,13 @@ from tests.integration.cluster_rig import Client, ClusterUnderTest, until
 from tests.integration.conftest import serve
 from tests.integration.pools_rig import Streams, Workers, ordered, until_led, workers
 
-NUM_TOKENS = 60  # some 3 s at this scale: longer than an order takes
+NUM_TOKENS = 60  # some 3 s: longer than an order takes
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterUnderTest]:
     """1 prefill + 1 decode. That it ends with nothing left is asserted when it does."""
-    gpus = ("--emulate", "h100", "--emulate-model", "llama-3.1-70b", "--tp", "4", "--time-scale", "5")
+    gpus = ("--emulate", "a100", "--emulate-model", "llama-3.1-405b", "--tp", "8", "--time-scale", "1.5")
     home = tmp_path_factory.mktemp("home")
     yield from serve("--model", str(tiny_model), "--prefill", "1", "--decode", "1", *gpus, home=home)
 

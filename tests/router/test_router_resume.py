@@ -19,7 +19,7 @@ from baton.v1 import router_state_pb2, serving_pb2, serving_pb2_grpc, worker_pb2
 from baton.wire import request_to_pb
 from router.front_end import FrontEnd
 from router.grpc_messages import to_spec
-from router.resume import KnownToken, Told, call_key, join, take_up
+from router.resume import KnownToken, Told, call_key, join, take_up, within
 from tests.router.parking_worker import start_parking_pair
 from tests.router.router_rig import Answer, Rig, request, running_rig, until
 
@@ -358,6 +358,12 @@ def test_the_latest_attempt_counts_and_not_the_longest_one() -> None:
     resumed = told(1 << 33, 6, tail=(7, 8, 5), generation=1)
     assert ids(join([stopped, moved]).answers[0]) == [7, 8, 5]
     assert ids(join([resumed, stopped, moved]).answers[0]) == [7, 8, 5, 6]
+
+
+def test_a_token_beyond_the_vocabulary_and_what_follows_it_is_made_again() -> None:
+    found = join([told(1, 7, 9, 10, 8, n=2), told(2, 7, choice=1, n=2)])
+    assert [ids(known) for known in within(found, 10).answers] == [[7, 9], [7]]
+    assert within(found, 11) == found
 
 
 def test_answers_that_no_worker_has_begun_begin_anew() -> None:

@@ -7,6 +7,7 @@ and decides nothing: a value that is missing, old or no number is left out, it n
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -79,6 +80,7 @@ class ClassTraffic:
     cached_tokens: float | None  # of them, that some worker has cached
     prompt_pairs: float | None  # (query, context) pairs of what is not cached: n^2/2 of a whole prompt
     output_tokens: float | None
+    num_arrived: float = math.inf  # calls that rate and lengths are of: the more, the surer; inf = sure
     num_judged: float = 0.0
     num_missed_ttft: float = 0.0
     num_missed_tpot: float = 0.0  # or the gap between two tokens

@@ -141,6 +141,7 @@ def _traffic(
         cached_tokens=cached.value,
         prompt_pairs=_pairs(prompts.value, cached.value, prompts.spread),
         output_tokens=outputs.value,
+        num_arrived=lately.num_arrived,
         num_judged=now.num_judged,
         num_missed_ttft=now.num_missed_ttft,
         num_missed_tpot=now.num_missed_tpot + now.num_missed_itl,

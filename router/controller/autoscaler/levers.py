@@ -82,15 +82,15 @@ class Levers:
     # -- 3 -------------------------------------------------------------------------------------------------------------
 
     def _grow(self) -> Iterator[Proposal]:
-        for role, wanted in self._sizes.wanted:
-            if self._sizes.short.of(role) <= self._have.of(role):
+        for role, size in self._sizes.short:
+            if size <= self._have.of(role):
                 continue
             for lever in (self._undrain, self._flip, self._wake, self._create):
-                while self._have.of(role) < wanted and (proposal := lever(role)) is not None:
+                while self._have.of(role) < size and (proposal := lever(role)) is not None:
                     self._have = self._have.plus(role)
                     self._patience.grew(role)
                     yield proposal
-            if self._have.of(role) < wanted:
+            if self._have.of(role) < size:
                 yield from self._make_room(role)
 
     def _undrain(self, role: Role) -> Proposal | None:

@@ -18,7 +18,7 @@ class Times:
     start_up_s: float = 60.0  # from Create to ready
     flip_s: float = 1.0  # once idle
     dwell_s: float = 60.0  # between flips, at least
-    shrink_after_s: float = 300.0  # that a smaller size must have been enough
+    shrink_after_s: float = 300.0  # that a smaller size must have been enough, at most: patience.py
     # That machines need to bring a lost worker back, at most: they retry each 15 s (ray_fleet.py, REVIVE_S), and a start may
     # take controller.worker_start_timeout_s = 120 s
     bring_back_s: float = 135.0

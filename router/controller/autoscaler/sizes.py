@@ -5,9 +5,9 @@
       at 0 while anybody calls or waits
     3 neighbours (search.py) with what calls would meet there (outlook.py)
 
-Four answers, so that a load must move by BAND before what was done is undone: for the load; for half a BAND less (who is short
-even then, is short; where calls miss their targets, who is short now); for half a BAND more (what is enough for a pool that lets
-a worker go); for a BAND more (what a pool keeps that gives one to another).
+Four answers, so that a load must move by BAND before what was done is undone: for the load; for half a BAND less, or for as much
+less as it is not sure yet (who is short even then, is short; where calls miss their targets, who is short now); for half a BAND
+more (what is enough for a pool that lets a worker go); for a BAND more (what a pool keeps that gives one to another).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_TIMES, MOST_MORE = 4, 64
 @dataclass(frozen=True, slots=True)
 class Sizes:
     wanted: Layout
-    short: Layout  # below it a pool takes, up to `wanted`
+    short: Layout  # up to it a pool takes
     enough: Layout  # down to it a pool may let go
     spare: Layout  # above it a pool gives to another
     max_gpus: int | None  # of budget and machines
@@ -91,7 +91,7 @@ class Sizing:
     def sizes(self) -> Sizes:
         half = math.sqrt(BAND)
         wanted, high, higher = self._best(1.0), self._best(half), self._best(BAND)
-        low = wanted if self._is_missed else self._best(1 / half)
+        low = wanted if self._is_missed else self._best(1 / max(half, 1 + self._doubt()))
         return Sizes(
             wanted=wanted,
             short=Layout(*(min(low.of(role), num) for role, num in wanted)),
@@ -101,6 +101,11 @@ class Sizing:
             reasons={role: self._reason(role, wanted.of(role)) for role in self._roles},
             inputs=self._inputs(wanted),
         )
+
+    def _doubt(self) -> float:
+        """One standard deviation of the load, as a share of it: of few calls neither number nor sizes are sure."""
+        num = sum(known(traffic.num_arrived, math.inf) or 0.0 for traffic in self._facts.classes)
+        return math.sqrt(SPREAD / num) if num else 0.0
 
     def _best(self, factor: float) -> Layout:
         load, have = self._load.times(factor), self._there.layout

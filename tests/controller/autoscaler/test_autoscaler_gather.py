@@ -68,6 +68,7 @@ def told(*windows: ClassWindow, rate: float = 10.0) -> FleetFacts:
 
 def test_a_class_is_told_from_its_windows_and_the_forecast_at_the_start_up_lead() -> None:
     [chat] = told(window(30.0, 300, 1_000, cached=200), window(300.0, 3_000, 1_000, cached=200)).classes
+    assert chat.num_arrived == 3_000
     assert chat.rate == 10.0
     assert chat.coming_rate == 20.0
     assert (chat.prompt_tokens, chat.cached_tokens, chat.output_tokens) == (1_000, 200, 100)

@@ -125,3 +125,10 @@ def test_one_bad_window_is_no_lesson_and_two_that_share_no_call_are() -> None:
     assert lessons.factor(Role.DECODE, 200.0) == 1.0
     lessons.learn(Role.DECODE, 230.0)
     assert lessons.factor(Role.DECODE, 230.0) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("num_arrived", "num_created"), [(4.0, 0), (200.0, 1), (20_000.0, 2)])
+def test_a_pool_takes_what_is_sure_and_more_once_more_calls_were_seen(num_arrived: float, num_created: int) -> None:
+    # 560 calls/s want four decode workers, 10 % fewer three, 40 % fewer two
+    proposals = Autoscaler().look(facts(fleet(1, 2), chat(560.0, 16.0, num_arrived=num_arrived)))
+    assert sum(isinstance(proposal.act, Create) for proposal in proposals) == num_created
