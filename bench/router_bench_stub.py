@@ -441,6 +441,9 @@ class Fleet(control_pb2_grpc.ControlServicer):
     async def Report(self, request: control_pb2.RouterReport, context: object) -> control_pb2.ReportResponse:
         return control_pb2.ReportResponse()
 
+    async def Leave(self, request: control_pb2.LeaveRequest, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("no machine of a stub is taken down")
+
     def answer(self, question: object) -> object:
         match question:
             case SetStep(step_s):
