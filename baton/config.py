@@ -256,12 +256,11 @@ class KubernetesConfig:
     prefill_max: int = 0  # 0 = the GPU budget alone
     decode_min: int = 1
     decode_max: int = 0
-    # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, an image
-    # of 10 GB takes as long
+    # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, and an
+    # image of 10 GB takes as long
     pending_s: float = 900.0
-    sick_s: float = (
-        300.0  # a worker that is away for so long, on a pod that runs, is evicted: twice a start from a page cache
-    )
+    # A worker that is away for so long, on a pod that runs, is evicted: twice a start from a page cache
+    sick_s: float = 300.0
     slo_seed: str = ""  # file: SLO classes that the chart's values name
     slo_source: str = "live"  # live: seeds are a new store's defaults; values: they are put in force at each start
     llmd_labels: bool = False  # label roles as llm-d does, too

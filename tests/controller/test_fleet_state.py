@@ -118,3 +118,26 @@ def test_a_standby_is_one_that_was_to_be_it_and_still_is_when_it_is_idle(fleet: 
     assert fleet.get("decode-0").state == STANDBY
     assert fleet.announce(announcement(2)).state == DRAINING, "a restarted one has to say first that it is idle"
     assert fleet.want_draining("decode-0", False).after_drain is AfterDrain.STAY
+
+
+def test_a_process_whose_machine_is_gone_may_not_come_back_and_the_next_one_may(fleet: Fleet) -> None:
+    fleet.announce(announcement(1))
+    fleet.vanished("decode-0")
+    gone = fleet.get("decode-0")
+    assert (gone.state, gone.epoch, gone.address) == (STARTING, 0, "")
+    with pytest.raises(PeerRefused, match="was replaced"):
+        fleet.announce(announcement(1))
+    back = fleet.announce(announcement(2))
+    assert (back.state, back.num_restarts) == (READY, 1)
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_who_is_to_return_takes_work_again_with_its_next_process_and_not_before(fleet: Fleet, vanishes: bool) -> None:
+    fleet.announce(announcement(1))
+    fleet.want_draining("decode-0", True, AfterDrain.RETURN)
+    assert fleet.announce(announcement(1)).draining  # it only lost its connection
+    if vanishes:
+        fleet.vanished("decode-0")
+    back = fleet.announce(announcement(2))
+    assert (back.state, back.draining, back.after_drain) == (READY, False, AfterDrain.STAY)
+    assert back.stays

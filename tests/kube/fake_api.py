@@ -25,7 +25,7 @@ from kubernetes import client as kubernetes_client
 from tests.kube.fake_api_faults import Faults
 from tests.kube.fake_api_http import Call, Listener
 from tests.kube.fake_api_rbac import ADMIN, Access, User
-from tests.kube.fake_api_resources import NAMESPACES, RESOURCES, SERVICE_ACCOUNTS, Json, Resource
+from tests.kube.fake_api_resources import NAMESPACES, RESOURCES, Json, Resource
 from tests.kube.fake_api_store import Store
 from tests.kube.fake_api_verbs import Verbs
 
@@ -43,7 +43,6 @@ class FakeApi:
         self._lock = threading.Lock()
         for name in namespaces:
             self.verbs.create(NAMESPACES, "", {"metadata": {"name": name}})
-            self.verbs.create(SERVICE_ACCOUNTS, name, {"metadata": {"name": "default"}})
         self._listener: Listener | None = Listener(self, 0)
         self.port: int = self._listener.server_address[1]
 

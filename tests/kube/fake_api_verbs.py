@@ -26,6 +26,7 @@ from tests.kube.fake_api_resources import (
     QUOTAS,
     RESOURCES,
     REVISIONS,
+    SERVICE_ACCOUNTS,
     STALE,
     STATEFUL_SETS,
     ApiError,
@@ -220,7 +221,12 @@ class Verbs:
             meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             meta |= {"generation": 1} if resource.generation else {}
             meta["managedFields"] = managed_fields(claims, resource.api_version)
-            return obj if write.dry_run else copy.deepcopy(self.store.put(key, obj))
+            if write.dry_run:
+                return obj
+            stored = copy.deepcopy(self.store.put(key, obj))
+            if resource == NAMESPACES:  # as a controller does
+                self.create(SERVICE_ACCOUNTS, stored["metadata"]["name"], {"metadata": {"name": "default"}})
+            return stored
 
     def update(
         self, resource: Resource, namespace: str, name: str, body: Json, subresource: str = "", write: Write = PLAIN

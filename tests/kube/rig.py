@@ -45,6 +45,7 @@ from baton.config import (
 from baton.config_load import to_json
 from baton.model_files import load_model_files
 from baton.request import SamplingParams
+from baton.scaled_clock import slowed
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.cluster import free_ports
 from engine.emulated_runner import emulated_answer
@@ -64,6 +65,7 @@ TIME_SCALE = 5.0  # a decode step of the 70B on 4 H100 takes 50 ms then
 EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=TIME_SCALE)
 GPU = "nvidia.com/gpu"
 PACE = 0.1  # of what Kubernetes waits for
+TICK_S = 2.0  # of the autoscaler, which is frozen
 WORKER_PORT = 7_100
 NUM_TOKENS = 30  # of an answer: 1.5 s
 
@@ -310,7 +312,7 @@ def config_of(api: FakeApi, folder: Path, prefill: int, decode: int, control_por
     token = folder / "token"
     token.write_text(api.admin_token)
     model = make_tiny_model(folder / "model" / "tiny")
-    return ClusterConfig(
+    cluster = ClusterConfig(
         prefill=prefill,
         decode=decode,
         model=ModelConfig(path=str(model), served_name="emulated"),
@@ -329,6 +331,8 @@ def config_of(api: FakeApi, folder: Path, prefill: int, decode: int, control_por
             **more,
         ),
     )
+    slow = slowed(cluster, TIME_SCALE)  # heartbeats with the GPUs, as `baton up` does; Kubernetes has its own pace
+    return replace(slow, kubernetes=cluster.kubernetes, controller=replace(slow.controller, tick_s=TICK_S))
 
 
 @asynccontextmanager

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from baton.errors import BatonError
 from baton.request import Role
+from router.controller.admin_tokens import Token, digest_of
 from router.controller.autoscaler.acts import Drain
 from router.controller.fleet_state import FAILED
 from router.controller.kube import care, conditions, fleet, pods, status, upgrade
@@ -193,3 +198,40 @@ async def test_a_pool_scaled_by_hand_beyond_the_budget_is_said(tmp_path: Path) -
         await rig.allow(max_gpus=4, decode=PoolBounds(1))
         await rig.until(lambda: conditions.OVER_BUDGET in rig.conditions())
         assert rig.conditions()[conditions.OVER_BUDGET] == "max_gpus = 4: 1 prefill + 4 decode pods make 5"
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(tmp_path: Path) -> None:
+    seed = tmp_path / "slo.json"
+    seed.write_text(json.dumps([{"name": "interactive", "ttft_ms": 500.0, "tpot_ms": 20.0}]))
+    async with release_of(tmp_path, prefill=1, decode=1, slo_seed=str(seed)) as rig:
+        rig.workers.is_away = True
+        await rig.until(lambda: conditions.HEAD_AWAY in rig.conditions())
+        app = FastAPI()
+        token = Token("ann", "viewer", digest_of("secret"))
+        rig.platform.show(app, lambda: [token], rig.registry)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://controller") as client:
+            told = await client.get("/admin/v1/kubernetes", headers={"authorization": "Bearer secret"})
+            assert (await client.get("/leaderz")).status_code == 200
+            rig.platform.lease.is_lost = True
+            assert (await client.get("/leaderz")).status_code == 503
+        body = told.json()
+        assert [(one["home"], one["desired"]) for one in body["sizes"]] == [("prefill", 1), ("decode", 1)]
+        assert body["conditions"][0]["condition"]["remedy"]
+        assert {"class_name": "interactive", "field": "ttft_ms", "old": 500.0, "new": 2_000.0} in body["slo_drift"]
+        assert f"baton_slo_drift_fields {len(body['slo_drift'])}.0" in rig.metrics()
+
+
+async def test_who_learns_of_another_leader_ends(tmp_path: Path) -> None:
+    async with release_of(tmp_path, prefill=1, decode=1) as rig:
+        stop = asyncio.Event()
+        ending = asyncio.create_task(rig.platform.until_lost(stop))
+        await asyncio.sleep(0)
+        assert not stop.is_set()
+        rig.platform.lease.is_lost = True
+        async with asyncio.timeout(20):
+            await ending
+        assert stop.is_set()

@@ -30,6 +30,7 @@ def holder(rig: KubeRig) -> str:
     return str(rig.api.verbs.get(LEASES, NAMESPACE, f"{FULLNAME}-controller").get("spec", {}).get("holderIdentity", ""))
 
 
+@pytest.mark.slow  # 10 s on a quiet machine: eight processes start
 async def test_a_scale_makes_and_ends_workers_and_no_stream_is_lost(tmp_path: Path) -> None:
     async with kube_rig(tmp_path) as rig, rig.calls() as calls:
         await scale(rig, 2)
