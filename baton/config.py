@@ -230,8 +230,8 @@ class ControllerConfig:
     planner_seconds: float = (
         5.0  # that it may simulate for one answer, by the wall clock however slow an emulated one is
     )
-    # Between two looks at whether disaggregation pays; a fall-back takes two of them, and twice as long since the last one. Each is
-    # of the calls of the last 300 s, so shorter ones see some of them again
+    # Between two looks at whether disaggregation pays; a fall-back takes two of them, and twice as long since the last one. Each
+    # is of the calls of the last 300 s, so shorter ones see some of them again
     pd_period_s: float = 300.0
     worker_server: str = "worker.server:WorkerServer"  # module:class that the actor shell runs; tests name a stand-in
     log_level: str = "info"
