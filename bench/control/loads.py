@@ -190,7 +190,9 @@ BURST_S, BURST_PERIOD_S = 60.0, 600.0
 HOUR_S = 3_600.0
 LEAST_S = 900.0  # of a run, however short runs are made: a start-up, and some minutes of what follows
 TIGHT_TPOT_MS = 14.0  # at which a worker keeps ten essays instead of sixteen
-TIGHT_GPUS = 16  # with which that target can be met: 3 + 9 static workers keep it for 89 % of the calls, 3 + 12 for 97 %
+TIGHT_GPUS = (
+    16  # with which that target can be met: 3 + 9 static workers keep it for 89 % of the calls, 3 + 12 for 97 %
+)
 
 # 3 + 3 workers busy at 68 %: 2 + 3 or 3 + 2 would be over 100 %
 STEADY = (0.62, 0.82)  # documents and essays a second
