@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -77,7 +77,13 @@ class Work:
         self.prompt_pairs += batch.num_prefill_pairs
 
     def plus(self, other: Work) -> Work:
-        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Work(
+            self.num_steps + other.num_steps,
+            self.busy_s + other.busy_s,
+            self.tokens + other.tokens,
+            self.context_tokens + other.context_tokens,
+            self.prompt_pairs + other.prompt_pairs,
+        )
 
     def add_run(self, num_seqs: int, context_tokens: int, num_steps: int, took_s: float) -> None:
         """So many steps more, of decodes alone; the first of them reads `context_tokens`."""

@@ -80,32 +80,31 @@ class Known:
         ledger = self.ledger
         numbers = (ledger.waiting_tokens, ledger.num_running, ledger.used_tokens, self._used_tokens)
         if numbers != self._loaded or self._load is None:
-            self._loaded, self._load = numbers, self._new_load()
+            self._loaded, self._load = numbers, self._new_load(*numbers)
         return self._load
 
-    def _new_load(self) -> WorkerLoad:
-        ledger, worker, fact = self.ledger, self.worker, self._fact
+    def _new_load(self, waiting_tokens: int, num_running: int, expected_tokens: int, used_tokens: int) -> WorkerLoad:
+        """`used_tokens`: reported; `expected_tokens`: with what was given since."""
+        worker, fact = self.worker, self._fact
         return WorkerLoad(
             worker_id=worker.worker_id,
             prefills=worker.role is not Role.DECODE,
             decodes=worker.role is not Role.PREFILL,
             tokens_per_s=fact.prefill_tokens_per_s,
-            waiting_tokens=ledger.waiting_tokens,
-            num_seqs=ledger.num_running,
-            step_s=self.step_s,
+            waiting_tokens=waiting_tokens,
+            num_seqs=num_running,
+            step_s=self._step_s(num_running, expected_tokens),
             max_seqs=worker.tuning.max_num_seqs,
             kv_tokens=fact.pool_tokens,
-            used_tokens=self._used_tokens,
+            used_tokens=used_tokens,
             step_s_per_seq=fact.step_s_per_seq,
             step_s_per_token=fact.step_s_per_token,
             grant_s=self._grants.most_s if worker.role is Role.PREFILL else 0.0,
         )
 
-    @property
-    def step_s(self) -> float:
+    def _step_s(self, num_running: int, used_tokens: int) -> float:
         """Of one at this load."""
-        ledger, step_time = self.ledger, self.worker.engine.shape.step_time
-        return step_time.decode_steps_s(max(1, ledger.num_running), ledger.used_tokens, 1)
+        return self.worker.engine.shape.step_time.decode_steps_s(max(1, num_running), used_tokens, 1)
 
     def write(self) -> None:
         """What changes with every call, where it has."""
@@ -113,9 +112,10 @@ class Known:
             return
         self._is_changed = False
         ledger, table, row = self.ledger, self._table, self.row
-        table.waiting_tokens[row], table.used_tokens[row] = ledger.waiting_tokens, ledger.used_tokens
-        table.num_running[row] = ledger.num_running
-        table.step_s[row] = self.step_s
+        num_running, used_tokens = ledger.num_running, ledger.used_tokens
+        table.waiting_tokens[row], table.used_tokens[row] = ledger.waiting_tokens, used_tokens
+        table.num_running[row] = num_running
+        table.step_s[row] = self._step_s(num_running, used_tokens)
 
     def _on_change(self) -> None:
         self._is_changed = True

@@ -9,7 +9,7 @@ number or went back is a fault or a restart: counting begins anew.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
 from router.controller.step_model import StepWork
@@ -30,11 +30,15 @@ class StepTotals:
     prompt_pairs: float
 
     @property
+    def _numbers(self) -> tuple[float, ...]:  # astuple copies deeply, and each look asks this of each worker
+        return self.num_steps, self.busy_s, self.tokens, self.context_tokens, self.prompt_pairs
+
+    @property
     def are_numbers(self) -> bool:
-        return all(0 <= total < math.inf for total in astuple(self))
+        return all(0 <= total < math.inf for total in self._numbers)
 
     def less(self, other: StepTotals) -> StepTotals:
-        return StepTotals(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return StepTotals(*(mine - its for mine, its in zip(self._numbers, other._numbers, strict=True)))
 
     @property
     def mean(self) -> Sample:

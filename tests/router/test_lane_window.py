@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config import EngineConfig
+from baton.slo import SLO
 from baton.v1 import worker_pb2
+from bench.sim.arrivals import Constant, instants, synthetic
+from bench.sim.deployment import Deployment, Layout
+from bench.sim.simulation import BOUNDS, Mix, Simulation
+from bench.workload import Lengths
 from router.admission import Admission, Bounds, Turn
 from router.capacity import WorkerLoad
 from router.lane_window import LEAST_S, MOST_S, GrantWait, window_s
@@ -117,6 +125,31 @@ def test_order_is_kept_however_wide_the_window_is() -> None:
     assert order[0] is high
     assert set(order) >= {low, other}
     assert order.index(other) < order.index(low), "who has taken less goes first within a priority"
+
+
+# -- on modelled GPUs --------------------------------------------------------------------------------------------------
+
+
+def in_slo(fixed_s: float | None) -> float:
+    """Of some seconds of chat on a pair with an 8B; share of calls."""
+    engine = EngineConfig(block_size=64, max_num_seqs=256, max_num_batched_tokens=512, prefix_cache=False)
+    prompts, answers = Lengths(500, 2_100, lognormal=True), Lengths(60, 200, lognormal=True)
+    rows = takewhile(lambda row: row.at_s < 8.0, synthetic(instants(Constant(70.0), 3), prompts, answers, 3))
+    simulation = Simulation(
+        Deployment(Layout(1, 1), measured=False, engine=engine),
+        Mix((SLO("chat", ttft_ms=500.0, tpot_ms=20.0),)),
+        warm_up_s=2.0,
+        bounds=replace(BOUNDS, window_s=fixed_s),
+    )
+    [measure] = simulation.run(rows).classes
+    assert measure.attained.mean is not None
+    return measure.attained.mean
+
+
+def test_a_pair_serves_more_than_with_the_least_window_and_as_much_as_with_a_wide_one() -> None:
+    least, learned, wide = (in_slo(fixed_s) for fixed_s in (LEAST_S, None, 0.05))
+    assert learned > least + 0.02
+    assert learned > wide - 0.01
 
 
 # -- live --------------------------------------------------------------------------------------------------------------
