@@ -31,6 +31,7 @@ from typing import Any
 
 import grpc.aio
 import httpx
+from baton.scaled_clock import slowed
 
 from baton.config import (
     ClusterConfig,
@@ -45,7 +46,6 @@ from baton.config import (
 from baton.config_load import to_json
 from baton.model_files import load_model_files
 from baton.request import SamplingParams
-from baton.scaled_clock import slowed
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from bench.cluster import free_ports
 from engine.emulated_runner import emulated_answer
