@@ -280,6 +280,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%b" % (len(line), line[: len(line) // 2]))
                 raise Dropped
             self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
+        if not self.server.going:  # a server that goes away says no goodbye
+            raise Dropped
         self.wfile.write(b"0\r\n\r\n")
 
     def _send(self, code: int, body: Any, retry_after_s: int | None = None) -> None:
