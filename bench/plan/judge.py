@@ -170,7 +170,7 @@ class Judge:
         rows = self._traffic.calls(rate, num_calls, seed)
         deployment = candidate.deployment if self._distort is None else self._distort(candidate.deployment)
         warm_up_s = rows[int(WARM_UP * num_calls)].at_s
-        bounds = replace(BOUNDS, window_s=candidate.window_s) if math.isfinite(candidate.window_s) else None
+        bounds = None if candidate.window_s == math.inf else replace(BOUNDS, window_s=candidate.window_s)
         watch = _Watch(self._mix, num_calls, warm_up_s) if gives_up else None
 
         def on_call(call: Call) -> None:

@@ -55,7 +55,7 @@ def _row(plan: Plan, one: Measured) -> list[str]:
         " / ".join(f"{tokens // 1000}k tokens, {nbytes / 1e9:.0f} GB" for tokens, nbytes in kv_budgets(one).values()),
         f"{one.guess.max_batch} (seats {candidate.deployment.engine.max_num_seqs})",
         str(candidate.budget),
-        f"{1e3 * candidate.window_s:g} ms",
+        "learned" if candidate.window_s is None else f"{1e3 * candidate.window_s:g} ms",
     ]
 
 

@@ -60,7 +60,7 @@ class Offer:
 @dataclass(frozen=True)
 class Candidate:
     deployment: Deployment
-    window_s: float  # inf: no admission, which only baselines do without
+    window_s: float | None  # None: the router learns it; inf: no admission, which only baselines do without
     usd_per_hour: float  # at the prices of this plan
 
     @property
