@@ -152,7 +152,13 @@ def _is_flip(one: Candidate, other: Candidate) -> bool:
 def describe(one: Candidate) -> str:
     local = one.deployment.local_prefill_tokens
     extra = f", local up to {local}" if local else ""
-    window = f"window {1e3 * one.window_s:g} ms" if math.isfinite(one.window_s) else "no admission"
+    match one.window_s:
+        case None:
+            window = "learned window"
+        case math.inf:
+            window = "no admission"
+        case window_s:
+            window = f"window {1e3 * window_s:g} ms"
     return f"{one.describe()}, budget {one.budget}, seats {one.deployment.engine.max_num_seqs}{extra}, {window}"
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import grpc.aio
 import httpx
+
 from baton.config import (
     ClusterConfig,
     ControllerConfig,
