@@ -96,13 +96,12 @@ class RayActors:
     def is_starting(self, worker_id: str) -> bool:
         return worker_id in self._starting
 
-    def begin(self, config: WorkerConfig, *, is_fresh: bool = False) -> None:
+    def begin(self, worker_id: str, config: Callable[[], WorkerConfig], *, is_fresh: bool = False) -> None:
         """Start it beside all others, unless it is being started or ended already. `is_fresh`: what had its name before is ended
-        first, where nobody would do so otherwise. A start that fails is a failed member, with the reason."""
-        worker_id = config.worker_id
+        first, where nobody would do so otherwise. A start that fails, whatever of it, is a failed member with the reason."""
         if worker_id not in self._starting and worker_id not in self._ending:
             epoch = self._controller.fleet.get(worker_id).epoch
-            task = asyncio.create_task(self._start(config, epoch, is_fresh), name=f"start {worker_id}")
+            task = asyncio.create_task(self._start(worker_id, config, epoch, is_fresh), name=f"start {worker_id}")
             self._starting[worker_id] = task
             task.add_done_callback(partial(self._started, worker_id, epoch))
 
@@ -133,15 +132,15 @@ class RayActors:
         for threads in (self._starts, self._calls):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _start(self, config: WorkerConfig, epoch: int, is_fresh: bool) -> None:
+    async def _start(self, worker_id: str, config: Callable[[], WorkerConfig], epoch: int, is_fresh: bool) -> None:
         """Its actor, made or found. A process that announces itself meanwhile, under another epoch, has not failed."""
-        worker_id = config.worker_id
         if (pools := self._pools) is None or self.is_stopping:
             return
+        resolved = config()
         try:
             if is_fresh:
                 await self._ask(self._calls, f"kill {worker_id}", lambda: pools.kill(worker_id, is_starting=False))
-            await self._ask(self._starts, f"start {worker_id}", lambda: pools.start(config))
+            await self._ask(self._starts, f"start {worker_id}", lambda: pools.start(resolved))
         except BatonError as error:
             self._controller.start_failed(worker_id, epoch, error.message)
 

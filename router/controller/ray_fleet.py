@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from functools import partial
 
 from baton.config import ClusterConfig, WorkerConfig
 from baton.errors import BatonError, InvalidRequest, Unavailable
@@ -82,7 +83,7 @@ class RayFleet:
             self._begin(member)
 
     def _begin(self, member: Member) -> None:
-        self._actors.begin(self._make_config(member.worker_id, member.role))
+        self._actors.begin(member.worker_id, partial(self._make_config, member.worker_id, member.role))
 
     # -- PoolScaler --------------------------------------------------------------------------------------------------
 

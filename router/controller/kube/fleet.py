@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from baton import clock
@@ -207,7 +208,8 @@ class KubeFleet:
             return
         self._started[worker_id] = pod.uid
         self._begun_s[worker_id] = self._now_s()
-        self._actors.begin(self._config_of(self._controller.fleet.get(worker_id), pod), is_fresh=is_fresh)
+        config = partial(self._config_of, self._controller.fleet.get(worker_id), pod)
+        self._actors.begin(worker_id, config, is_fresh=is_fresh)
 
     def _config_of(self, member: Member, pod: Pod) -> WorkerConfig:
         made = self._make_config(member.worker_id, member.role)
