@@ -14,7 +14,7 @@ demo: .venv/installed
 	@$(BIN)/baton model fetch smollm2
 	@$(BIN)/baton demo
 # Tests that live on real processes and clocks come first on the cores; what only computes fills what they leave free.
-COMPUTING := $(wildcard tests/baton tests/bench tests/chart tests/docker tests/engine tests/exactness)
+COMPUTING := $(wildcard tests/baton tests/bench tests/chart tests/docker tests/engine)
 LIVE := $(filter-out $(COMPUTING),$(patsubst %/.,%,$(wildcard tests/*/.)))
 PYTEST = $(BIN)/python -m pytest -m "not slow and not gpu"
 test: .venv/installed-test lint
