@@ -10,6 +10,7 @@ loop, all but `is_held` and `check`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -81,6 +82,7 @@ class Lease:
         self._holder = holder
         self._now_unix_s = now_unix_s
         self._now_s = now_s
+        self._asking = threading.Lock()  # a `take` whose caller was cancelled ends before `give_back` begins
         self._until_s = float("-inf")
         self._other: tuple[str, float] | None = None  # who held it when it was last asked for, and until when (unix)
         try:
@@ -107,6 +109,10 @@ class Lease:
 
     def take(self) -> bool:
         """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""
+        with self._asking:
+            return self._take()
+
+    def _take(self) -> bool:
         asked_s = self._now_s()
         with self._database.writing() as tx:
             now_unix_s = self._now_unix_s()
@@ -125,9 +131,10 @@ class Lease:
 
     def give_back(self) -> None:
         """So that the next holder need not wait. Raises: Unavailable."""
-        self._until_s = float("-inf")
-        with self._database.writing() as tx:
-            tx.execute("DELETE FROM leases WHERE name = ? AND holder = ?", (self._name, self._holder))
+        with self._asking:
+            self._until_s = float("-inf")
+            with self._database.writing() as tx:
+                tx.execute("DELETE FROM leases WHERE name = ? AND holder = ?", (self._name, self._holder))
 
 
 def _holds(until_unix_s: float, now_unix_s: float) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,37 @@ async def test_a_successor_knows_start_ups_steps_regrets_and_lessons(tmp_path: P
     assert (pool.num_regrets, pool.lesson, [num for _, num in pool.wanted]) == (2, 1.2, [3])
     assert 59.0 < after.sizes.kept().counted_s["batch"] <= 60.0
     assert after.sizes.kept().pools["prefill"] == KeptPool()
+
+
+async def test_a_save_under_way_as_the_controller_stops_is_over_before_the_last_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "memory.json"
+    found = Found()
+    memory = found.memory(file)
+    began, go_on, rename = threading.Event(), threading.Event(), Path.replace
+    num_begun = 0
+
+    def slowly(new: Path, target: Path) -> Path:
+        nonlocal num_begun
+        num_begun += 1
+        began.set()
+        assert go_on.wait(10)
+        return rename(new, target)
+
+    monkeypatch.setattr(Path, "replace", slowly)
+    under_way = asyncio.create_task(memory.save())
+    await asyncio.to_thread(began.wait, 10)
+    under_way.cancel()
+    found.times.restore((21.0, 21.0, 21.0))
+    last = asyncio.create_task(memory.save())
+    await asyncio.sleep(0.1)
+    assert num_begun == 1
+    go_on.set()
+    await last
+    after = Found()
+    after.memory(file)
+    assert after.times.times.start_up_s == 21.0
 
 
 async def test_the_first_controller_of_a_run_knows_nothing_and_says_nothing(

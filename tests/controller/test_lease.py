@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -97,3 +99,44 @@ class Away:
 def test_a_database_that_is_away_at_the_start_is_one_clear_line(clocks: Clocks) -> None:
     with pytest.raises(ConfigError, match="cannot keep leases: the database is away"):
         lease(Away(), "a", clocks)
+
+
+class Slow:
+    """A database whose next write takes until it is let go."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.name = database.name
+        self.reading = database.reading
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Transaction]:
+        self.began.set()
+        assert self.go_on.wait(10)
+        with self._database.writing() as tx:
+            yield tx
+
+    def close(self) -> None: ...
+
+
+def test_a_renewal_under_way_as_its_controller_stops_is_over_before_the_lease_is_given_back(
+    database: Database, clocks: Clocks
+) -> None:
+    slow = Slow(database)
+    slow.go_on.set()
+    stops, next_one = lease(slow, "a", clocks), lease(database, "b", clocks)
+    assert stops.take()
+    slow.began.clear()
+    slow.go_on.clear()
+    with ThreadPoolExecutor() as threads:
+        renewal = threads.submit(stops.take)
+        assert slow.began.wait(10)
+        slow.began.clear()
+        given_back = threads.submit(stops.give_back)
+        assert not slow.began.wait(0.2)  # it waits for the renewal
+        slow.go_on.set()
+        assert renewal.result(10)
+        given_back.result(10)
+    assert not stops.is_held
+    assert next_one.take()

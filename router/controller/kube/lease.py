@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -40,6 +41,7 @@ class KubeLease:
         self._holder = holder
         self._now_s = now_s
         self._now_unix_s = now_unix_s
+        self._asking = threading.Lock()  # a `take` whose caller was cancelled ends before `give_back` begins
         self._until_s = float("-inf")
         self._has_led = False
         self._seen = ("", float("-inf"))  # the version last seen, and since when
@@ -58,6 +60,10 @@ class KubeLease:
 
     def take(self) -> bool:
         """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""
+        with self._asking:
+            return self._take()
+
+    def _take(self) -> bool:
         for _ in range(_TRIES):
             asked_s = self._now_s()
             read = self._read()
@@ -77,6 +83,10 @@ class KubeLease:
 
     def give_back(self) -> None:
         """So that the next holder need not wait. Raises: Unavailable."""
+        with self._asking:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._until_s = float("-inf")
         read = self._read()
         if read.data.get("holderIdentity") != self._holder:
