@@ -9,10 +9,10 @@
 A target for the whole answer counts as one for its first token: less the steps that an answer of its class usually takes.
 Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
 prefill. Rates are the workers' measured ones, corrected by the pace at which released prompts really come out. A call is taken
-where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its class's target would miss it
-on an idle fleet, too, so that is no overload: it waits as long as its deadline allows, behind all that can be served in time.
-Where the call itself asked for that target it is taken where it need not wait. Nothing learned here can shut the door for
-good: where nobody waits and a lane is free, only a deadline that its own prefill misses turns a call away.
+where it waits for MARGIN of what its target has to spare at most, LEAST_S being no wait. One whose own prefill alone misses its
+class's target would miss it on an idle fleet, too, so that is no overload: it waits as long as its deadline allows, behind all
+that can be served in time. Where the call itself asked for that target it is taken where it need not wait. Nothing learned here
+can shut the door for good: where nobody waits and a lane is free, only a deadline that its own prefill misses turns a call away.
 
 A retry hint is an appointment: the moment at which the queue of now is short enough, behind the tenant's calls that were given
 an appointment before.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.fair_queue import FairQueue, Waiting
-from router.lane_window import window_s
+from router.lane_window import LEAST_S, window_s
 from router.tenants import Tenant
 
 MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
@@ -257,13 +257,13 @@ class Admission:
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
             turn.latest_s, turn.misses = now_s + spare_s, target
-        output = self._expected_output(turn) if wait_s > self._lanes.window_s else self._least_output(turn)
+        output = self._expected_output(turn) if wait_s > LEAST_S else self._least_output(turn)
         left_s = turn.deadline_s - now_s - own_s - (output - 1) * self._step_s
         if wait_s > left_s:
             message = f"the call has {turn.deadline_s - now_s:.3g} s left; the forecast is {wait_s - left_s:.3g} s more"
             retry_after_s = self._appointment(turn, wait_s - left_s, now_s) if left_s > 0 else 0.0
             return Shed(Reason.DEADLINE, message, retry_after_s)
-        allowed_s = max(self._lanes.window_s, MARGIN * spare_s)
+        allowed_s = max(LEAST_S, MARGIN * spare_s)
         if wait_s > allowed_s:
             message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
             return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,16 @@ def test_a_wait_that_would_miss_the_target_is_shed_with_the_time_at_which_it_wou
     assert shed.reason is Reason.TTFT
     assert shed.retry_after_s == MIN_RETRY_AFTER_S
     assert "TTFT target" in shed.message
+
+
+def test_work_within_a_long_window_is_a_wait_like_any_other() -> None:
+    busy = replace(prefill(waiting_tokens=90), grant_s=0.09)  # 90 ms of work, and a window of 100 ms
+    policy = Admission(replace(bounds(), window_s=None))
+    policy.observe((busy, decode()), 0.0)
+    shed = policy.arrive(turn(100, ttft_s=0.12), 0.0)  # 20 ms to spare
+    assert shed is not None
+    assert shed.reason is Reason.TTFT
+    assert let_in(policy, turn(100, ttft_s=1.0)).released_s == 0.0
 
 
 def test_who_comes_back_when_told_is_let_in() -> None:
