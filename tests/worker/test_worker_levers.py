@@ -144,7 +144,11 @@ async def test_what_a_worker_says_grows_old_while_its_engine_stands_still_and_is
 
 async def test_what_a_worker_says_grows_old_while_an_idle_engine_s_first_step_stands_still() -> None:
     worker, may_go_on = ScriptedWorker(worker_config("w", "both")), threading.Event()
-    worker.runner.before_run = lambda _: may_go_on.wait(10.0)
+
+    def stand_still(_: Batch) -> None:
+        may_go_on.wait(10.0)
+
+    worker.runner.before_run = stand_still
     async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
         await asyncio.sleep(2 * BEAT_S)
         router.submit(request(seq(1), prompt(20), 3, ignore_eos=True))
