@@ -19,7 +19,7 @@ from baton.errors import NotFound, Unavailable
 from router.controller.kube.api import KubeApi
 from router.controller.kube.errors import Conflict
 from router.controller.kube.objects import JsonObject, Stored
-from router.controller.lease import LEASE_S, MARGIN_S, RETRY_S
+from router.controller.lease import LEASE_S, RETRY_S, STANDS_S
 
 _TRIES = 3  # somebody may annotate the object meanwhile
 
@@ -68,7 +68,7 @@ class KubeLease:
             asked_s = self._now_s()
             read = self._read()
             self.holder_seen = str(read.data.get("holderIdentity") or "")
-            if self.holder_seen != self._holder and not self._is_free(read, asked_s):
+            if self.holder_seen != self._holder and not self._is_free(read):
                 self._until_s = float("-inf")
                 self.is_lost = self._has_led
                 return False
@@ -102,12 +102,13 @@ class KubeLease:
         except NotFound as error:
             raise Unavailable(f"there is no Lease {self._name}: `helm upgrade` renders it") from error
 
-    def _is_free(self, read: Stored, now_s: float) -> bool:
+    def _is_free(self, read: Stored) -> bool:
+        now_s = self._now_s()  # it was read by now: what is written later is not it
         if not read.data.get("holderIdentity"):
             return True
         if self._seen[0] != read.version:
             self._seen = (read.version, now_s)
-        stands_s = float(read.data.get("leaseDurationSeconds") or LEASE_S + MARGIN_S)
+        stands_s = float(read.data.get("leaseDurationSeconds") or STANDS_S)
         return now_s - self._seen[1] > stands_s
 
     def _spec(self, read: Stored) -> JsonObject:
@@ -115,7 +116,7 @@ class KubeLease:
         spec = {
             **read.data,
             "holderIdentity": self._holder,
-            "leaseDurationSeconds": math.ceil(LEASE_S + MARGIN_S),
+            "leaseDurationSeconds": math.ceil(STANDS_S),
             "renewTime": now,
         }
         if read.data.get("holderIdentity") != self._holder:
