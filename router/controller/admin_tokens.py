@@ -19,13 +19,13 @@ import hashlib
 import json
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from baton import clock
 from baton.errors import ConfigError
 from baton.log import get_log
 
@@ -65,7 +65,7 @@ def digest_of(secret: str) -> bytes:
 class TokenFiles:
     """`current()` is what is in force now."""
 
-    def __init__(self, drawn: Path, more: str, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, drawn: Path, more: str, now_s: Callable[[], float] = clock.now_s) -> None:
         """`drawn`: tokens.json; `more`: the setting, "" = none.
 
         Raises:
