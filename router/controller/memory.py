@@ -63,7 +63,7 @@ class Memory:
         try:
             if (saved := self._load()) is not None:
                 self._take_over(saved)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last: of brackets in brackets without end
             log.warning("memory_unreadable", file=str(file), reason=_first_line(error))
 
     async def run(self) -> None:

@@ -123,6 +123,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
     [
         (lambda text: text[:-20], "line 1 column"),
         (lambda text: "[]", "not of version 1"),
+        (lambda text: "[" * 100_000, "recursion"),
         (changed(lambda said: said.update(version=2)), "not of version 1"),
         (changed(lambda said: said.update(start_ups_s=["soon"])), "start_ups_s.0"),
         (changed(lambda said: said["steps"]["decode"].update(right=[1.0])), "five terms"),
