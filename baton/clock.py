@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_MAX_SELECT_S = 24 * 3_600.0  # the system counts in milliseconds that fit 32 bits; asyncio looks once a day, too
+
 _scale = 1.0  # seconds of this machine in one here
 
 
@@ -70,7 +72,7 @@ def run(
 
 class _SlowSelector(selectors.EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(None if timeout is None else real_s(timeout))
+        return super().select(None if timeout is None else min(real_s(timeout), _MAX_SELECT_S))
 
 
 class _SlowLoop(asyncio.SelectorEventLoop):

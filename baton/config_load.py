@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
-from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig
+from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig, EmulationConfig
 from baton.database_url import without_password
 from baton.errors import ConfigError
 from baton.kv_layout import wire_dtype
@@ -401,6 +401,12 @@ def _check_together(cluster: ClusterConfig) -> None:
             field="kv.require_rdma",
         )
     _check_decode_dtype(cluster)
+    _check_emulation(cluster.emulation)
+    if cluster.router.time_scale not in (1, cluster.emulation.time_scale):
+        raise ConfigError(
+            f"router.time_scale = {cluster.router.time_scale:g}: all of a cluster goes by one clock; set emulation.time_scale",
+            field="router.time_scale",
+        )
     engine = cluster.engine
     if engine.chunk_tokens > engine.max_num_batched_tokens:
         raise ConfigError(
@@ -408,6 +414,18 @@ def _check_together(cluster: ClusterConfig) -> None:
             f" = {engine.max_num_batched_tokens} (a chunk has to fit in a step)",
             field="engine.chunk_tokens",
         )
+
+
+def _check_emulation(emulation: EmulationConfig) -> None:
+    """A real cluster that took an emulated one's times would be slow in some of its processes and not in others."""
+    plain = EmulationConfig()
+    for name in ("time_scale", "start_s", "flip_s", "failure_mean_s"):
+        value = getattr(emulation, name)
+        if not emulation.gpu and value != getattr(plain, name):
+            raise ConfigError(
+                f"emulation.{name} = {value:g}: it means nothing for real GPUs; set emulation.gpu (--emulate), or leave it out",
+                field=f"emulation.{name}",
+            )
 
 
 def _check_decode_dtype(cluster: ClusterConfig) -> None:

@@ -3,16 +3,18 @@
     1 arrives    shed at once where a bound is full or the forecast misses its target or deadline      -> 2, or gone
     2 waits      here, not in the workers' queues, so that the order can still change (router/fair_queue.py);
                  shed as soon as it can no longer make it, or to make room for a tenant that takes less  -> 3, or gone
-    3 released   a prefill lane is open for more, and there is a decode seat under its TPOT target       -> 4
+    3 released   there is a decode seat under its TPOT target, and a prefill lane is open for more, or a decode worker
+                 would compute its prompt sooner (local prefill), one prompt after the other            -> 4
     4 began      its first token came: the lane has moved on                                           -> gone when it ends
 
 A target for the whole answer counts as one for its first token: less the steps that an answer of its class usually takes.
 Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
-prefill. Rates are the workers' measured ones, corrected by the pace at which released prompts really come out. A call is taken
-where the wait leaves MARGIN of what its target has to spare. One whose own prefill alone misses its class's target would miss it
-on an idle fleet, too, so that is no overload: it waits as long as its deadline allows, behind all that can be served in time.
-Where the call itself asked for that target it is taken where it need not wait. Nothing learned here can shut the door for
-good: where nobody waits and a lane is free, only a deadline that its own prefill misses turns a call away.
+prefill; what decode workers may take off a queue is not foreseen. Rates are the workers' measured ones, corrected by the
+pace at which released prompts really come out. A call is taken where it waits for MARGIN of what its target has to spare at
+most, LEAST_S being no wait. One whose own prefill alone misses its class's target would miss it on an idle fleet, too, so that
+is no overload: it waits as long as its deadline allows, behind all that can be served in time. Where the call itself asked for
+that target it is taken where it need not wait. Nothing learned here can shut the door for good: where nobody waits and a lane
+is free, only a deadline that its own prefill misses turns a call away.
 
 A retry hint is an appointment: the moment at which the queue of now is short enough, behind the tenant's calls that were given
 an appointment before.
@@ -23,12 +25,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.fair_queue import FairQueue, Waiting
-from router.lane_window import window_s
+from router.lane_window import LEAST_S, window_s
+from router.placement import Demand
 from router.tenants import Tenant
 
 MIN_RETRY_AFTER_S = 1.0  # HTTP's Retry-After counts whole seconds
@@ -107,7 +110,9 @@ class Turn(Waiting):
     asks_ttft: bool = False  # its TTFT target is its own, not its class's
     was_accepted: bool = False  # by a router before: it goes on, whatever the forecast
     e2e_s: float = math.inf  # target for the whole answer
+    demand: Demand | None = None  # of its first sequence, where placement may be asked about it
     worker: str = ""  # whom it was given to prefill
+    is_helped: bool = False  # released while no lane was open, since a decode worker would compute it
     latest_s: float = math.inf  # by when it must be released, or else misses
     misses: Reason = Reason.DEADLINE
     released_s: float | None = None
@@ -119,8 +124,11 @@ class Turn(Waiting):
 class Admission:
     """One router's. `observe` tells it of the fleet, every other method of one call."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, helps: Callable[[Turn], bool] = lambda turn: False) -> None:
+        """`helps`: whether a decode worker that has no prompt to compute would be sooner than a lane, and harm nobody."""
         self.bounds = bounds
+        self._helps = helps
+        self._helped: Turn | None = None  # the last one: until it is placed nobody knows who could help the next
         self.queue: FairQueue[Turn] = FairQueue()
         self.num_seqs = 0  # inside: queued, released, running
         self.mean_call_s = FIRST_GUESS_S
@@ -168,10 +176,12 @@ class Admission:
             free_s, num_tokens = ours.get(load.worker_id, (now_s, 0.0))
             lanes.append((free_s + max(0.0, load.waiting_tokens - num_tokens) / rate, rate, self._window_s(load)))
         self._lanes = Lanes(lanes)
-        for turn in self._released.values():
-            if lanes and turn.worker not in self._rates:
-                self._lanes.add(turn.tokens, now_s)
         self._decodes = [load for load in loads if load.decodes]
+        helping = {load.worker_id for load in self._decodes} - self._rates.keys()
+        for turn in self._released.values():
+            is_helped = turn.worker in helping or (turn.is_helped and not turn.worker)
+            if lanes and turn.worker not in self._rates and not is_helped:
+                self._lanes.add(turn.tokens, now_s)
         self._step_s = sum(load.step_s for load in self._decodes) / max(1, len(self._decodes))
         self._num_decoding = sum(load.num_seqs for load in self._decodes)
         self._seats, self._num_taken = {}, 0
@@ -237,7 +247,7 @@ class Admission:
             return shed
         self.num_seqs += turn.num_seqs
         credit = self._credit(turn.tenant)
-        if not self._is_ready or (not self.queue and self._fits(turn, now_s)):
+        if not self._is_ready or (not self.queue and self._may_go(turn, now_s)):
             self._appointments.clear()  # who was told a time did not come: there is room now
             self.queue.pass_by(turn, credit)
             self._release(turn, now_s)
@@ -257,13 +267,13 @@ class Admission:
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
             turn.latest_s, turn.misses = now_s + spare_s, target
-        output = self._expected_output(turn) if wait_s > self._lanes.window_s else self._least_output(turn)
+        output = self._expected_output(turn) if wait_s > LEAST_S else self._least_output(turn)
         left_s = turn.deadline_s - now_s - own_s - (output - 1) * self._step_s
         if wait_s > left_s:
             message = f"the call has {turn.deadline_s - now_s:.3g} s left; the forecast is {wait_s - left_s:.3g} s more"
             retry_after_s = self._appointment(turn, wait_s - left_s, now_s) if left_s > 0 else 0.0
             return Shed(Reason.DEADLINE, message, retry_after_s)
-        allowed_s = max(self._lanes.window_s, MARGIN * spare_s)
+        allowed_s = max(LEAST_S, MARGIN * spare_s)
         if wait_s > allowed_s:
             message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
             return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))
@@ -283,9 +293,11 @@ class Admission:
         queue = self.queue
         ahead = queue.ahead(turn.tenant, turn.band, self._credit(turn.tenant)) if queue else 0.0
         lane_s = self._lanes.start_s(ahead, now_s) - now_s
+        if lane_s > LEAST_S and not queue and self._can_help(turn):
+            lane_s = 0.0
         if not self._decodes:
             return lane_s
-        num_lacking: float = 1 - self._seats_for(turn.class_tpot_s).num_free  # as `_fits` judges
+        num_lacking: float = 1 - self._seats_for(turn.class_tpot_s).num_free  # as `_may_go` judges
         if queue:
             num_lacking += len(queue) * min(1.0, ahead / max(1.0, queue.tokens))
         if num_lacking <= 0:
@@ -361,7 +373,7 @@ class Admission:
             elif slow := self._too_slow(turn, now_s):
                 self.leave(turn, now_s)
                 shed.append((turn, slow))
-            elif self._fits(turn, now_s):
+            elif self._may_go(turn, now_s):
                 self.queue.take(turn)
                 self._release(turn, now_s)
                 released.append(turn)
@@ -369,13 +381,19 @@ class Admission:
                 break
         return released, shed
 
-    def _fits(self, turn: Turn, now_s: float) -> bool:
-        """Whether a lane and a seat are there."""
+    def _may_go(self, turn: Turn, now_s: float) -> bool:
+        """Whether a seat is there, and a lane or who helps; in that case `is_helped` says so."""
         if not self._is_ready:
             return now_s - self._ready_s > HOLD_S
-        if self._lanes.open_s > now_s:
+        if self._seats_for(turn.class_tpot_s).num_free < 1:  # of n answers the others may wait for theirs
             return False
-        return self._seats_for(turn.class_tpot_s).num_free >= 1  # of n answers the others may wait for theirs
+        turn.is_helped = self._lanes.open_s > now_s and self._can_help(turn)
+        return turn.is_helped or self._lanes.open_s <= now_s
+
+    def _can_help(self, turn: Turn) -> bool:
+        last = self._helped
+        is_on_its_way = last is not None and not last.worker and id(last) in self._released
+        return not is_on_its_way and self._helps(turn)
 
     def _too_slow(self, turn: Turn, now_s: float) -> Shed | None:
         """A call that wants quicker tokens than its class is not waited for where its turn has come: others could go."""
@@ -392,7 +410,9 @@ class Admission:
         turn.released_s = now_s
         self._released[id(turn)] = turn
         self._targets[turn.class_tpot_s] += turn.num_seqs
-        if len(self._lanes):
+        if turn.is_helped:
+            self._helped = turn
+        elif len(self._lanes):
             self._lanes.add(turn.tokens, now_s)
         self._num_taken += turn.num_seqs
         for seats in self._seats.values():

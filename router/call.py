@@ -40,6 +40,7 @@ from router.key_file import KeyFile
 from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
 from router.moves import Sequences
+from router.placement import Demand
 from router.prefix_index import Hashes
 from router.resume import ResumableCalls, Resumed, ResumePoint, replay, resumption
 from router.retry_budget import RetryBudget
@@ -443,6 +444,20 @@ class Calls:
             min_tokens=sampling.min_tokens,
             asks_ttft=call.spec.labels.slo_ttft_ms is not None,
             was_accepted=call.resumed is not None,
+            demand=self._demand(call),
+        )
+
+    def _demand(self, call: Call) -> Demand:
+        """Of choice 0, as placement will be asked."""
+        num_tokens, slo = call.prompt_tokens, call.slo
+        return Demand(
+            num_tokens,
+            num_tokens + call.request.sampling.max_tokens,
+            call.hashes,
+            session_id=call.spec.labels.session_id,
+            ttft_ms=slo.ttft_ms,
+            tpot_ms=slo.pace_ms,
+            itl_p99_ms=self._slo_watch.itl_p99_ms,
         )
 
     async def _request(self, spec: CallSpec, slo: SLO, arrival_s: float, deadline_s: float) -> Request:

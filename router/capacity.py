@@ -60,14 +60,9 @@ class Lanes:
         return self._heap[0][0]
 
     @property
-    def window_s(self) -> float:
-        """Of that one: the work that it has then."""
-        return self._heap[0][2]
-
-    @property
     def free_s(self) -> float:
-        """When that one has none left."""
-        return self.open_s + self.window_s
+        """When that one has no work left."""
+        return self.open_s + self._heap[0][2]
 
     def add(self, tokens: float, now_s: float) -> None:
         """Give the first open lane a prompt."""

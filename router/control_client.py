@@ -128,7 +128,7 @@ class ControlClient:
         """Raises: AioRpcError, never returns otherwise."""
         while True:
             report, cost_s = await self._current()
-            await stub.Report(report, timeout=CALL_TIMEOUT_S)
+            await stub.Report(report, timeout=clock.real_s(CALL_TIMEOUT_S))
             await self._pause(min(max(REPORT_S, cost_s / REPORT_SHARE), MAX_REPORT_S))
 
     async def _pause(self, pause_s: float = REPORT_S) -> None:

@@ -32,6 +32,9 @@ KEPT_PER_S = 20.0  # choices, at 36 to 70 us each (docs/placement.md): more than
 MAX_CHOICES = 16  # of one request: answers times attempts
 
 Json = dict[str, Any]
+_TOLD_OF_DEMAND = [
+    field.name for field in fields(Demand) if field.name != "hashes"
+]  # what a prompt holds is nobody's business
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Explanation:
 
     def to_json(self) -> Json:
         return {
-            "demand": {name: value for name, value in asdict(self.demand).items() if name != "hashes"},
+            "demand": {name: getattr(self.demand, name) for name in _TOLD_OF_DEMAND},
             "rules": {
                 "local_prefill_tokens": self.rules.local_prefill_tokens,
                 "avoid": sorted(self.rules.avoid),

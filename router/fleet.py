@@ -25,7 +25,7 @@ from router.flow_back import Plan, plan
 from router.forecast import Backlog, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
-from router.placement import Choice, Demand, NoPlace, Outlook, choose, local_limit, look
+from router.placement import Choice, Demand, NoPlace, Outlook, choose, helps, local_limit, look
 from router.prefix_index import ExpectedPrefixes, Hashes, PrefixIndex, PrefixRoot, PromptHashing, WorkerPrefixes
 from router.rates import PeerSpeed, Rates
 from router.session import Liveness, SessionIdentity, WorkerSession, WorkerView
@@ -604,6 +604,14 @@ class Fleet:
         avoid |= self._demoted
         outlook = self._look(demand, avoid)
         return choose(outlook, local_prefill_tokens=self.local_prefill_tokens, avoid=avoid)
+
+    def helps(self, demand: Demand) -> bool:
+        """Whether a decode worker would compute the prompt at once, sooner than prefill workers. Takes nothing."""
+        if not self.local_prefill_tokens:
+            return False
+        avoid = self._demoted
+        outlook = self._look(demand, avoid)
+        return helps(outlook, local_prefill_tokens=self.local_prefill_tokens, avoid=avoid)
 
     @property
     def table(self) -> WorkerTable:

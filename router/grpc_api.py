@@ -51,6 +51,7 @@ PING_INTERVAL_MS = 1_000  # clients may ping each second, also without a call: c
 # Ours find clients that went without a word: their calls cost up to this and the answer's time, and no longer.
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+MAX_OPTION = 2**31 - 1  # gRPC's are 32-bit; of a time in milliseconds this one means for ever. grpc_types.h
 MIN_TIMEOUT_S = 1e-3  # of a deadline that is just passing; the client has its answer already
 SHUTDOWN_S = 1.0  # for calls that were told to end
 
@@ -235,8 +236,8 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS // 2),  # half: clocks differ
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_connection_age_ms", int(clock.real_s(config.max_connection_age_s) * 1e3)),
-                ("grpc.max_connection_age_grace_ms", int(MAX_TIMEOUT_S * 1e3)),  # no call may be cut by it
+                ("grpc.max_connection_age_ms", _real_ms(config.max_connection_age_s)),
+                ("grpc.max_connection_age_grace_ms", _real_ms(MAX_TIMEOUT_S)),  # no call may be cut by it
             )
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(api)),))
@@ -271,6 +272,10 @@ class GrpcServer:
         await self._server.stop(SHUTDOWN_S)
         if self._leaving is not None:
             await self._leaving
+
+
+def _real_ms(seconds: float) -> int:
+    return min(int(clock.real_s(seconds) * 1e3), MAX_OPTION)
 
 
 def _handlers(api: ServingApi) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:

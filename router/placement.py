@@ -28,6 +28,7 @@ import numpy as np
 from baton.request import Role
 from router import flow_back
 from router.forecast import Forecasts, forecast
+from router.lane_window import LEAST_S
 from router.prefix_index import Hashes
 from router.worker_table import LINK_COST, LINK_STATES, READY, REFUSED, Floats, Mask, WorkerSnapshot, WorkerTable
 
@@ -170,6 +171,15 @@ def choose(
         if row is not None:
             return _choice(outlook, "alone", row, row, outlook.forecasts.ttft_s[row])
     return _why_not(outlook)
+
+
+def helps(outlook: Outlook, *, local_prefill_tokens: int, avoid: frozenset[str] = frozenset()) -> bool:
+    """Whether a decode worker that has next to no prompt to compute would compute this one."""
+    idle = outlook.decodes & (outlook.forecasts.queue_s <= LEAST_S)
+    if not local_prefill_tokens or not idle.any():
+        return False
+    found = choose(outlook, local_prefill_tokens=local_prefill_tokens, avoid=avoid)
+    return isinstance(found, Choice) and found.shape == "local" and bool(idle[found.decode_row])
 
 
 # -- what is known -----------------------------------------------------------------------------------------------------

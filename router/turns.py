@@ -107,7 +107,8 @@ class Turns:
                 max_queued_tokens=config.max_queued_tokens,
                 window_s=config.queue_window_s if config.queue_window_s >= 0 else None,
                 by_forecast=config.shed_by_forecast,
-            )
+            ),
+            lambda turn: turn.demand is not None and fleet.helps(turn.demand),
         )
         self._fleet = fleet
         self._metrics = metrics

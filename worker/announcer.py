@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 
+from baton import clock
 from baton.keepalive import CLIENT_OPTIONS
 from baton.log import get_log
 from baton.peer_trust import PLAIN, Part, PeerTrust, why_failed
@@ -33,7 +34,7 @@ async def announce(
         try:
             async with trust.channel(address, Part.CONTROLLER, CLIENT_OPTIONS) as channel:
                 request = control_pb2.AnnounceRequest(worker=record())
-                answer = await control_pb2_grpc.ControlStub(channel).Announce(request, timeout=ANSWER_S)
+                answer = await control_pb2_grpc.ControlStub(channel).Announce(request, timeout=clock.real_s(ANSWER_S))
                 told = False
                 adopt_wishes(answer)
                 await _lost(channel)

@@ -62,6 +62,7 @@ class EngineThread:
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._since_s: float | None = None  # when what it is at began: commands and a step; None = it has nothing to do
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -76,8 +77,16 @@ class EngineThread:
         self._undelivered.release()
         self._thread.join()
 
+    @property
+    def silent_s(self) -> float:
+        """How long it has been at one step, so its last word may be that old. 0 where it has nothing to do."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else self._now_s() - since_s
+
     def post(self, command: Command) -> None:
         with self._wake:
+            if self._since_s is None:
+                self._since_s = self._now_s()
             self._inbox.append(command)
             self._wake.notify()
 
@@ -98,7 +107,9 @@ class EngineThread:
         while True:
             with self._wake:
                 while not (self._inbox or self._stopping or self._engine.has_work()):
+                    self._since_s = None
                     self._wake.wait()
+                self._since_s = self._now_s()
                 commands = list(self._inbox)
                 self._inbox.clear()
                 if self._stopping:

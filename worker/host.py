@@ -142,7 +142,7 @@ class WorkerHost:
         self._flips_at_s = 0.0  # at the earliest: from then on an emulated worker has its next role
         self.draining = False
         self._busy_s = clock.now_s()  # when something was last open here, or routers were last told of a drain
-        self._engine_load, self._engine_said_s = engine.load(), clock.now_s()
+        self._engine_load = engine.load()
         self._most = self._engine_load.tuning
         self._cache_report = CacheReport()
         self._on_fatal = on_fatal
@@ -423,7 +423,7 @@ class WorkerHost:
 
     def _on_result(self, result: StepResult, load: EngineLoad) -> None:
         with self._fatal_if_it_raises():
-            before, self._engine_load, self._engine_said_s = self._engine_load, load, self.now_s()
+            before, self._engine_load = self._engine_load, load
             if load.tuning != before.tuning:
                 log.info("tuned", **dataclasses.asdict(load.tuning))
                 self.sessions.broadcast(worker_pb2.SessionEvent(load=self.load()))
@@ -488,10 +488,6 @@ class WorkerHost:
 
     # --- gauges ---
 
-    def _engine_age_s(self) -> float:
-        """An engine that runs something speaks after each step: of one that stands still the last word grows old."""
-        return self.now_s() - self._engine_said_s if self._engine_load.num_running else 0.0
-
     def _transfer_failures(self) -> dict[str, int]:
         refused = sum(role.num_refused_commits for role in self._roles)
         return self._kv_failures.totals() | ({FailureReason.REFUSED_COMMIT: refused} if refused else {})
@@ -525,7 +521,7 @@ class WorkerHost:
             prompt_steps_busy_s=engine.prompt_steps_busy_s,
             prompt_steps_tokens=engine.prompt_steps_tokens,
             prompt_steps_context_tokens=engine.prompt_steps_context_tokens,
-            age_s=self._engine_age_s(),
+            age_s=self._thread.silent_s,
             num_tickets=kv.num_incoming,
             num_leases=kv.num_outgoing,
             slots_in_use=kv.slots_in_use,

@@ -746,7 +746,7 @@ class Load(_message.Message):
     prompt_steps_tokens: _builtins.int
     prompt_steps_context_tokens: _builtins.int
     age_s: _builtins.float
-    """of what the engine says here, while it runs something; who runs nothing has nothing to say"""
+    """of what the engine says here, while it has something to do; who has nothing to do has nothing to say"""
     @_builtins.property
     def kv_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """transfers that failed, by reason: kv_transfer/failure.py"""

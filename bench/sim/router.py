@@ -29,7 +29,7 @@ from bench.traces import TraceRow
 from router.admission import Admission, Bounds, Shed, Turn
 from router.flow_back import plan
 from router.holds import Hold
-from router.placement import Choice, Demand, choose, look
+from router.placement import Choice, Demand, choose, helps, look
 from router.tenants import OPEN
 from router.turns import PUMP_S
 
@@ -77,7 +77,7 @@ class SimRouter:
         watcher: Watcher,
     ) -> None:
         """`bounds`: None = every call is let in at once. A call beyond `most_tokens` is refused, whoever is away."""
-        self.admission = Admission(bounds) if bounds is not None else None
+        self.admission = Admission(bounds, self._helps) if bounds is not None else None
         # Half of a fixed window and of that, as PUMP_S and OBSERVE_S are of the least one that is learned
         self._pump_s = PUMP_S if bounds is None or bounds.window_s is None else bounds.window_s / 2
         self.roster = Roster(token_bytes=token_bytes, caches=caches)
@@ -185,6 +185,14 @@ class SimRouter:
         self._next_look_s = now_s + self._pump_s / 2
         self.roster.take_reports(now_s)
         self.admission.observe(self.roster.loads(), now_s)
+
+    def _helps(self, turn: Turn) -> bool:
+        if not self.local_prefill_tokens:
+            return False
+        call = self._calls[id(turn)]
+        demand = self._demand(call, request_of(call.row, call.seq, call.slo))
+        outlook = look(self.roster.table_for(demand.hashes), demand)
+        return helps(outlook, local_prefill_tokens=self.local_prefill_tokens)
 
     # -- placement ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A name is "host/pid/start/boot/namespace/nonce". A pid alone may have been given again, so the instant of the process's start
 (clock ticks since boot) belongs to it; both mean something only within one boot of one kernel, one PID namespace and one time
 namespace, so those do, too. Whoever cannot see the process says that it is not gone, never that it is: a name of another host,
-or one that cannot be read, is waited for. A zombie counts as there: threads of it may still run.
+or one that says too little, is waited for. A zombie counts as there: threads of it may still run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_gone(holder: str) -> bool:
     """Whether that process certainly ended."""
     try:
         _, pid, start, boot, namespaces, _ = holder.split("/")
-        return bool(boot) and (boot, namespaces) == _here() and _ended(int(pid), start)
+        return bool(boot and start) and (boot, namespaces) == _here() and _ended(int(pid), start)
     except ValueError:  # a name of somebody else's making
         return False
 

@@ -2,13 +2,15 @@
 
 Start-ups as they were measured, step models, and the autoscaler's regrets, lessons and sizes that were enough. All of it can be
 found out again, so a file that cannot be read, is of another version or of other workers is logged and left. Written whole and
-atomically each SAVE_S and at the end; disks are written beside the event loop, where everything else runs.
+atomically each SAVE_S and at the end; disks are written beside the event loop, where everything else runs. A save whose task was
+cancelled goes on in its thread: the next one waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -56,11 +58,12 @@ class Memory:
         self._times = times
         self._measures = measures
         self._sizes = sizes
+        self._writing = threading.Lock()
         self._failed = False  # one line per outage
         try:
             if (saved := self._load()) is not None:
                 self._take_over(saved)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last: of brackets in brackets without end
             log.warning("memory_unreadable", file=str(file), reason=_first_line(error))
 
     async def run(self) -> None:
@@ -87,8 +90,9 @@ class Memory:
 
     def _write(self, saved: Saved) -> None:
         new = self._file.with_suffix(".new")
-        new.write_bytes(SAVED.dump_json(saved))
-        new.replace(self._file)
+        with self._writing:
+            new.write_bytes(SAVED.dump_json(saved))
+            new.replace(self._file)
 
     def _load(self) -> Saved | None:
         """None: there is nothing. Raises: ValueError: it is of no use; OSError."""

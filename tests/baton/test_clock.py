@@ -72,6 +72,23 @@ def test_whatever_waits_on_a_loop_waits_by_this_clock(slow: None, wait: str) -> 
     assert clock.run(waits()) >= 0.99 * SCALE * HERE_S  # epoll counts whole milliseconds
 
 
+@pytest.mark.parametrize("wait_s", [100_000.0, 1e9])
+def test_a_wait_of_more_days_than_the_system_counts_is_one_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    async def waits() -> bool:
+        for_days = asyncio.get_running_loop().call_later(wait_s, lambda: None)
+        await asyncio.sleep(0.0)
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.01).add_done_callback(lambda _: over.set())
+        over = asyncio.Event()
+        await over.wait()  # on the selector, with nothing sooner to do
+        for_days.cancel()
+        return over.is_set()
+
+    monkeypatch.setattr(clock, "_scale", 30.0)
+    assert clock.run(waits())
+
+
 def test_a_loop_is_as_awake_as_ever_for_what_comes_from_outside(slow: None) -> None:
     async def woken() -> float:
         over, began_s = asyncio.Event(), time.monotonic()

@@ -78,6 +78,9 @@ def test_the_router_serves_the_cluster_s_model() -> None:
             {"BATON__KV__REQUIRE_RDMA": "true", "BATON__KV__TRANSPORT": "loopback"},
             ["kv.require_rdma", "kv.transport = loopback has no RDMA"],
         ),
+        ({"BATON__EMULATION__TIME_SCALE": "10"}, ["emulation.time_scale = 10", "real GPUs", "--emulate"]),
+        ({"BATON__ROUTER__TIME_SCALE": "10"}, ["router.time_scale = 10", "one clock", "emulation.time_scale"]),
+        ({"BATON__EMULATION__FLIP_S": "3"}, ["emulation.flip_s = 3", "real GPUs", "--emulate"]),
     ],
 )
 def test_a_wrong_setting_is_refused_with_value_limit_and_reason(environ: dict[str, str], words: list[str]) -> None:

@@ -199,3 +199,11 @@ def test_the_defaults_of_routers_are_the_codes_own() -> None:
     differ = {name for name in names if getattr(ours, name) != getattr(code, name)}
     assert differ <= {"host", "control_address", "process_port", "model", "batch", "cost"}
     assert values["router"]["settings"]
+
+
+def test_routers_of_emulated_gpus_go_by_the_clock_of_the_rest() -> None:
+    release = render(merged(MATRIX["emulated"], {"emulation": {"timeScale": 5}}))
+    router = from_json(RouterConfig, release.file("demo-baton-config", "router-0.json"))
+    assert (router.time_scale, cluster_of(release).emulation.time_scale) == (5.0, 5.0)
+    real = render(merged(LEAST, {"emulation": {"timeScale": 5}}))
+    assert from_json(RouterConfig, real.file("demo-baton-config", "router-0.json")).time_scale == 1.0

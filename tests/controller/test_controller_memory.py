@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +69,37 @@ async def test_a_successor_knows_start_ups_steps_regrets_and_lessons(tmp_path: P
     assert after.sizes.kept().pools["prefill"] == KeptPool()
 
 
+async def test_a_save_under_way_as_the_controller_stops_is_over_before_the_last_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "memory.json"
+    found = Found()
+    memory = found.memory(file)
+    began, go_on, rename = threading.Event(), threading.Event(), Path.replace
+    num_begun = 0
+
+    def slowly(new: Path, target: Path) -> Path:
+        nonlocal num_begun
+        num_begun += 1
+        began.set()
+        assert go_on.wait(10)
+        return rename(new, target)
+
+    monkeypatch.setattr(Path, "replace", slowly)
+    under_way = asyncio.create_task(memory.save())
+    await asyncio.to_thread(began.wait, 10)
+    under_way.cancel()
+    found.times.restore((21.0, 21.0, 21.0))
+    last = asyncio.create_task(memory.save())
+    await asyncio.sleep(0.1)
+    assert num_begun == 1
+    go_on.set()
+    await last
+    after = Found()
+    after.memory(file)
+    assert after.times.times.start_up_s == 21.0
+
+
 async def test_the_first_controller_of_a_run_knows_nothing_and_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +123,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
     [
         (lambda text: text[:-20], "line 1 column"),
         (lambda text: "[]", "not of version 1"),
+        (lambda text: "[" * 100_000, "recursion"),
         (changed(lambda said: said.update(version=2)), "not of version 1"),
         (changed(lambda said: said.update(start_ups_s=["soon"])), "start_ups_s.0"),
         (changed(lambda said: said["steps"]["decode"].update(right=[1.0])), "five terms"),

@@ -66,6 +66,7 @@ def test_what_is_not_to_be_seen_from_here_is_not_gone(monkeypatch: pytest.Monkey
         "/".join((host, pid, "1", boot, "pid:[1]+time:[1]", nonce)),
         "/".join((host, str(2**70), "1", boot, namespace, nonce)),
         "/".join((host, pid, "1", "", "", nonce)),
+        "/".join((host, pid, "", boot, namespace, nonce)),  # it could not see its own start
         "first",
         "",
         "a/b/c/d/e/f",

@@ -10,6 +10,7 @@ import pytest
 from baton.errors import Unavailable
 from router.controller.kube.api import KubeApi
 from router.controller.kube.lease import KubeLease
+from router.controller.kube.objects import Stored
 from router.controller.lease import LEASE_S, MARGIN_S
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_faults import Fault
@@ -69,6 +70,23 @@ def test_who_only_comes_counts_from_when_it_came(api: KubeApi, clock: Clock) -> 
     assert not late.take()
     clock.pass_s(LEASE_S + MARGIN_S + 0.1)
     assert late.take()
+
+
+def test_what_was_written_while_one_waited_for_the_answer_is_not_dated_back(
+    api: KubeApi, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, waits, read = of(api, "a", clock), of(api, "b", clock), api.lease
+
+    def slowly(name: str) -> Stored:
+        monkeypatch.setattr(api, "lease", read)
+        clock.pass_s(5.0)
+        assert holder.take()
+        return read(name)
+
+    monkeypatch.setattr(api, "lease", slowly)
+    assert not waits.take()
+    clock.pass_s(LEASE_S + MARGIN_S - 4.0)
+    assert (holder.is_held, waits.take()) == (True, False)
 
 
 def test_wall_clocks_that_differ_decide_nothing(api: KubeApi) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,62 @@ def test_a_call_that_finds_a_free_lane_and_a_seat_goes_at_once() -> None:
     assert not policy.has_news
 
 
+def test_a_prompt_that_is_computed_where_it_is_decoded_holds_no_lane() -> None:
+    policy = admission()
+    first, second, third = (let_in(policy, turn(1_000, ttft_s=10.0)) for _ in range(3))
+    first.worker = "d0"
+    policy.observe([prefill(), decode(num_seqs=1)], 0.01)
+    assert policy.due(0.01)[0] == [second]
+    second.worker = "p0"
+    policy.observe([prefill(), decode(num_seqs=2)], 0.02)
+    assert policy.due(0.02)[0] == []
+    assert third.released_s is None
+
+
+def test_while_no_lane_is_open_calls_go_where_a_decode_worker_helps_one_after_the_other() -> None:
+    asked: list[Turn] = []
+
+    def helps(call: Turn) -> bool:
+        asked.append(call)
+        return True
+
+    policy = Admission(bounds(), helps)
+    policy.observe([prefill(), decode()], 0.0)
+    first, second, third = (let_in(policy, turn(1_000, ttft_s=10.0)) for _ in range(3))
+    assert (first.is_helped, second.is_helped, second.released_s) == (False, True, 0.0), "where nobody waits, at once"
+    assert policy.due(0.01)[0] == [], "where the second goes is not known yet"
+    assert {id(call) for call in asked} == {id(second)}
+    first.worker, second.worker = "p0", "d0"
+    assert policy.due(0.02)[0] == [third]
+    policy.observe([prefill(), decode(num_seqs=2)], 0.03)
+    fourth = let_in(policy, turn(100))
+    assert policy.due(1.0)[0] == [fourth], "neither of those that are helped holds the lane, which is free now"
+    assert not fourth.is_helped
+
+
+def test_a_call_that_is_helped_at_once_is_not_turned_away_for_the_wait_at_a_lane() -> None:
+    for helps in (False, True):
+        policy = Admission(bounds(), lambda call, helps=helps: helps)  # type: ignore[misc]
+        policy.observe([prefill(waiting_tokens=10_000), decode()], 0.0)
+        assert (policy.arrive(turn(), 0.0) is None) is helps
+
+
+def test_help_is_no_way_around_a_seat() -> None:
+    policy = Admission(bounds(), lambda call: True)
+    policy.observe([prefill(), decode(max_seqs=1)], 0.0)
+    let_in(policy, turn())
+    assert let_in(policy, turn(ttft_s=60.0)).released_s is None
+
+
+def test_a_call_that_was_helped_but_is_placed_on_a_lane_counts_there() -> None:
+    policy = Admission(bounds(), lambda call: True)
+    policy.observe([prefill(), decode()], 0.0)
+    first, second = (let_in(policy, turn(1_000, ttft_s=10.0)) for _ in range(2))
+    first.worker = second.worker = "p0"
+    policy.observe([prefill(), decode(num_seqs=2)], 0.0)
+    assert policy._lanes.open_s == pytest.approx(2.0 - WINDOW_S)
+
+
 def test_others_wait_until_the_lane_is_nearly_free_and_leave_in_order() -> None:
     policy = admission()
     first, second, third = (let_in(policy, turn(100)) for _ in range(3))
@@ -131,6 +188,16 @@ def test_a_wait_that_would_miss_the_target_is_shed_with_the_time_at_which_it_wou
     assert shed.reason is Reason.TTFT
     assert shed.retry_after_s == MIN_RETRY_AFTER_S
     assert "TTFT target" in shed.message
+
+
+def test_work_within_a_long_window_is_a_wait_like_any_other() -> None:
+    busy = replace(prefill(waiting_tokens=90), grant_s=0.09)  # 90 ms of work, and a window of 100 ms
+    policy = Admission(replace(bounds(), window_s=None))
+    policy.observe((busy, decode()), 0.0)
+    shed = policy.arrive(turn(100, ttft_s=0.12), 0.0)  # 20 ms to spare
+    assert shed is not None
+    assert shed.reason is Reason.TTFT
+    assert let_in(policy, turn(100, ttft_s=1.0)).released_s == 0.0
 
 
 def test_who_comes_back_when_told_is_let_in() -> None:

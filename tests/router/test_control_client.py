@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton import clock
 from baton.keepalive import CLIENT_OPTIONS, PING_MS, SERVER_OPTIONS
 from baton.model_files import ModelFiles
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
@@ -136,6 +137,30 @@ async def test_a_report_that_cannot_be_made_is_not_the_last_one(
         async with running_rig(files, [], wait_ready=False, control_address=address):
             await until(failed.is_set, "a report could not be made")
             await until(said.is_set, "the next one is made")
+    finally:
+        await server.stop(None)
+
+
+async def test_a_slow_clock_gives_a_report_as_much_longer(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Controller):
+        num_reports = 0
+
+        async def Report(self, request: control_pb2.RouterReport, context: object) -> control_pb2.ReportResponse:
+            await asyncio.sleep(0.2)
+            self.num_reports += 1
+            return control_pb2.ReportResponse()
+
+    monkeypatch.setattr(control_client, "CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPORT_S", 0.05)
+    monkeypatch.setattr(clock, "_scale", 1_000.0)
+    control = Slow(control_pb2.ControlState())
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with running_rig(files, [], wait_ready=False, control_address=address):
+            await until(lambda: control.num_reports > 1, "reports are answered")
     finally:
         await server.stop(None)
 

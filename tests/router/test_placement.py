@@ -14,7 +14,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.request import Role
 from router.forecast import MIN_STEP_SAMPLES, StepModel, backlog
 from router.holds import Ledger
-from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, place
+from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, helps, look, place
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot
 from router.rates import DEFAULT_PREFILL_TOKENS_PER_S, SAME_SPEED, PeerSpeed, Rates
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable, table_of
@@ -134,6 +134,22 @@ def test_streams_that_run_on_a_decode_worker_keep_their_time_per_token() -> None
         chosen(workers[0], replace(workers[1], num_running=0), demand=short, local_prefill_tokens=512).shape == "local"
     )
     assert chosen(workers[0], replace(workers[1], step_s=0.02), demand=short, local_prefill_tokens=512).shape == "local"
+
+
+def test_a_decode_worker_helps_that_has_no_other_prompt_to_compute_and_would_be_sooner() -> None:
+    busy, idle = prefill("p0", waiting_tokens=2_000), decode("d0")
+    short = Demand(400, 500)
+
+    def help_of(*workers: WorkerSnapshot, max_tokens: int = 512) -> bool:
+        return helps(look(table_of(workers), short), local_prefill_tokens=max_tokens)
+
+    assert help_of(busy, idle)
+    assert not help_of(busy, idle, max_tokens=0)
+    assert not help_of(busy, idle, max_tokens=300)
+    assert not help_of(busy, replace(idle, waiting_tokens=300)), "sooner, but it is computing another one"
+    assert help_of(busy, replace(idle, waiting_tokens=300), decode("d1"))
+    assert not help_of(prefill("p0"), replace(idle, num_running=1)), "as soon there"
+    assert not help_of(busy, replace(idle, step_s=0.085, num_running=8)), "its streams would feel it"
 
 
 # -- newcomers and crowds ----------------------------------------------------------------------------------------------

@@ -9,10 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.request import Role
-from router.explain import MAX_CHOICES, MAX_KEPT, NUM_BEST, Explanation, Explanations, Rules, explain, replay
+from router.explain import (
+    MAX_CHOICES,
+    MAX_KEPT,
+    NUM_BEST,
+    Explanation,
+    Explanations,
+    Rules,
+    brief_json,
+    explain,
+    replay,
+)
 from router.flow_back import plan
 from router.placement import Choice, Demand, NoPlace, choose, look
-from router.prefix_index import PrefixRoot
+from router.prefix_index import PrefixRoot, hash_prompt
 from router.worker_table import LinkView, WorkerSnapshot, table_of
 
 ROOT = PrefixRoot("f", "float32", 16)
@@ -106,6 +116,14 @@ def test_the_few_candidates_that_are_told_lead_to_the_same_choice(
     assert isinstance(repeated, Choice)
     assert (repeated.prefill, repeated.decode, repeated.shape) == (found.prefill, found.decode, found.shape)
     assert (repeated.ttft_s, repeated.tpot_s, repeated.score) == (found.ttft_s, found.tpot_s, found.score)
+
+
+def test_a_prompt_with_hashes_is_explained_without_them() -> None:
+    hashes = hash_prompt(tuple(range(PROMPT)), b"", [PrefixRoot("f", "float32", 16)])
+    told = explained(pair_fleet(2), Demand(PROMPT, PROMPT + 8, hashes), Rules())
+    demand = json.loads(brief_json(told))["demand"]
+    assert demand["prompt_tokens"] == PROMPT
+    assert "hashes" not in demand
 
 
 def pair_fleet(num: int) -> list[WorkerSnapshot]:

@@ -8,10 +8,14 @@ from collections.abc import AsyncIterable
 import grpc
 import grpc.aio
 import psutil
+import pytest
 
+from baton import clock
+from baton.config import RouterConfig
 from baton.model_files import ModelFiles
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from baton_client import AsyncClient
+from router.grpc_api import GrpcServer, ServingApi
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import start_pair
 
@@ -120,6 +124,16 @@ async def test_clients_move_to_a_new_connection_at_its_age_and_no_call_is_cut(fi
         rig.decode.script.decode_gate.set()
         assert (await running).token_ids == list(range(300, 306))
         await until(lambda: first not in client_ports(rig), "then it goes")
+
+
+async def test_a_clock_however_slow_makes_ages_of_connections_that_grpc_can_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "_scale", 10_000.0)
+    nobody = ServingApi.__new__(ServingApi)  # is called
+    server = GrpcServer(RouterConfig(grpc_port=0, max_connection_age_s=86_400.0), nobody)
+    assert server.port
+    await server.stop()
 
 
 async def test_more_calls_than_a_connection_may_have_wait_for_their_turn(files: ModelFiles) -> None:

@@ -142,6 +142,22 @@ async def test_what_a_worker_says_grows_old_while_its_engine_stands_still_and_is
         await router.until(lambda: seq(2) in router.ended and router.load.age_s < BEAT_S)
 
 
+async def test_what_a_worker_says_grows_old_while_an_idle_engine_s_first_step_stands_still() -> None:
+    worker, may_go_on = ScriptedWorker(worker_config("w", "both")), threading.Event()
+
+    def stand_still(_: Batch) -> None:
+        may_go_on.wait(10.0)
+
+    worker.runner.before_run = stand_still
+    async with running(worker), SessionClient(worker.server.address, EPOCH) as router:
+        await asyncio.sleep(2 * BEAT_S)
+        router.submit(request(seq(1), prompt(20), 3, ignore_eos=True))
+        await router.until(lambda: router.load.age_s > BEAT_S)
+        assert router.load.num_running == 0, "its last word is of before"
+        may_go_on.set()
+        await router.until(lambda: seq(1) in router.ended and router.load.age_s == 0.0)
+
+
 async def test_a_drained_worker_says_that_it_is_idle_only_after_its_last_call_and_a_heartbeat() -> None:
     worker = ScriptedWorker(worker_config("w", "both"))
     worker.runner.before_run = lambda _: time.sleep(STEP_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from baton.errors import NotFound, Unavailable
 from router.controller.kube.api import KubeApi
 from router.controller.kube.errors import Conflict
 from router.controller.kube.objects import JsonObject, Stored
-from router.controller.lease import LEASE_S, MARGIN_S, RETRY_S
+from router.controller.lease import LEASE_S, RETRY_S, STANDS_S
 
 _TRIES = 3  # somebody may annotate the object meanwhile
 
@@ -40,6 +41,7 @@ class KubeLease:
         self._holder = holder
         self._now_s = now_s
         self._now_unix_s = now_unix_s
+        self._asking = threading.Lock()  # a `take` whose caller was cancelled ends before `give_back` begins
         self._until_s = float("-inf")
         self._has_led = False
         self._seen = ("", float("-inf"))  # the version last seen, and since when
@@ -58,11 +60,15 @@ class KubeLease:
 
     def take(self) -> bool:
         """Take it, or keep it for LEASE_S more. Whether it is held. Raises: Unavailable: until it runs out it is held still."""
+        with self._asking:
+            return self._take()
+
+    def _take(self) -> bool:
         for _ in range(_TRIES):
             asked_s = self._now_s()
             read = self._read()
             self.holder_seen = str(read.data.get("holderIdentity") or "")
-            if self.holder_seen != self._holder and not self._is_free(read, asked_s):
+            if self.holder_seen != self._holder and not self._is_free(read):
                 self._until_s = float("-inf")
                 self.is_lost = self._has_led
                 return False
@@ -77,6 +83,10 @@ class KubeLease:
 
     def give_back(self) -> None:
         """So that the next holder need not wait. Raises: Unavailable."""
+        with self._asking:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._until_s = float("-inf")
         read = self._read()
         if read.data.get("holderIdentity") != self._holder:
@@ -92,12 +102,13 @@ class KubeLease:
         except NotFound as error:
             raise Unavailable(f"there is no Lease {self._name}: `helm upgrade` renders it") from error
 
-    def _is_free(self, read: Stored, now_s: float) -> bool:
+    def _is_free(self, read: Stored) -> bool:
+        now_s = self._now_s()  # it was read by now: what is written later is not it
         if not read.data.get("holderIdentity"):
             return True
         if self._seen[0] != read.version:
             self._seen = (read.version, now_s)
-        stands_s = float(read.data.get("leaseDurationSeconds") or LEASE_S + MARGIN_S)
+        stands_s = float(read.data.get("leaseDurationSeconds") or STANDS_S)
         return now_s - self._seen[1] > stands_s
 
     def _spec(self, read: Stored) -> JsonObject:
@@ -105,7 +116,7 @@ class KubeLease:
         spec = {
             **read.data,
             "holderIdentity": self._holder,
-            "leaseDurationSeconds": math.ceil(LEASE_S + MARGIN_S),
+            "leaseDurationSeconds": math.ceil(STANDS_S),
             "renewTime": now,
         }
         if read.data.get("holderIdentity") != self._holder:

@@ -34,6 +34,9 @@ grpc_client_ca_file: /etc/baton/grpc-tls/ca.crt
 {{- if .Values.auth.apiKeysSecret }}
 api_keys_file: /etc/baton/api-keys
 {{- end }}
+{{- if .Values.emulation.gpu }}
+time_scale: {{ .Values.emulation.timeScale }}
+{{- end }}
 cost:
   usd_per_gpu_hour: {{ .Values.cost.usdPerGpuHour }}
   gpus_per_worker: {{ max 1 (include "baton.gpusPerWorker" . | int) }}
