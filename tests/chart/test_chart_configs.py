@@ -179,7 +179,7 @@ def test_a_pods_last_command_is_one_that_the_module_takes(tls: bool, monkeypatch
 
     said: list[tuple[str, str, int, float]] = []
     monkeypatch.setattr(prestop, "wait_until_drained", asked)
-    monkeypatch.setattr("asyncio.run", lambda result: "")
+    monkeypatch.setattr("baton.clock.run", lambda result: "")
     monkeypatch.setattr(prestop, "PeerTrust", lambda folder, part: folders.append(folder))
     folders: list[str] = []
     pod = dict(render(EVERYTHING if tls else LEAST).workers())["decode"]

@@ -117,7 +117,7 @@
 
 {{- define "baton.checks.labels" -}}
 {{- $wrong := list -}}
-{{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "baton.dev/home" "baton.dev/fleet" "baton.dev/role" "llm-d.ai/role" -}}
+{{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "baton.dev/home" "baton.dev/fleet" "baton.dev/role" "baton.dev/controller" "baton.dev/leads" "llm-d.ai/role" -}}
 {{- range $key, $_ := .Values.commonLabels -}}
   {{- if has $key $ours -}}{{- $wrong = append $wrong (printf "commonLabels.%s: selectors use it; choose another key" $key) -}}{{- end -}}
 {{- end -}}
