@@ -135,7 +135,7 @@ def _of_pod(pod: Pod) -> Condition | None:
     if pod.phase == "Failed" and pod.reason == "Evicted":
         return Condition(
             EVICTED, about, pod.message or "the node was short of memory or disk",
-            "it comes back by itself; raise pools.<role>.memory or modelCache.emptyDir.sizeLimit of the values, or give nodes more",
+            "it comes back by itself; raise pools.<role>.memory or modelCache.emptyDir.sizeLimit, or give nodes more",
         )  # fmt: skip
     if waiting.reason in _IMAGE:
         return Condition(
