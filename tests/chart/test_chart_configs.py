@@ -49,7 +49,9 @@ def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Pat
             continue
         router = from_json(RouterConfig, text)
         assert (router.model, router.tls_dir) == (loaded.model, loaded.router.tls_dir)
+        assert router.batch.database == loaded.controller.database
         plain = {key: value for key, value in json.loads(text).items() if key not in NOT_BY_CHART}
+        del plain["batch"]["database"]
         (tmp_path / "router.yaml").write_text(json.dumps({"router": plain}), encoding="utf-8")
         load(tmp_path / "router.yaml", {}, {})
 
@@ -108,6 +110,31 @@ def test_slo_classes_are_what_the_admin_endpoint_takes() -> None:
             "tpotMs": 100,
             "itlP99Ms": 300,
             "e2eMs": 9000,
+def test_the_url_of_a_database_is_in_no_config_map_and_everybody_who_needs_it_finds_it() -> None:
+    release = render(MATRIX["batches of several routers"])
+    router = from_json(RouterConfig, release.file("demo-baton-config", "router-0.json"))
+    where = cluster_of(release).controller.database
+    assert where == router.batch.database == "file:///etc/baton/database/url"
+    for part in ("router", "controller"):
+        spec = release.get("Deployment", f"demo-baton-{part}")["spec"]["template"]["spec"]
+        [secret] = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "database"]
+        assert (secret["secretName"], secret["items"]) == ("postgres", [{"key": "uri", "path": "url"}])
+        mounts = [mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "database"]
+        assert [f"file://{mount['mountPath']}/url" for mount in mounts] == [where]
+    assert cluster_of(render(LEAST)).controller.database == ""
+
+
+def test_workers_are_told_their_island_by_their_pods_and_routers_to_stay_in_it() -> None:
+    required = render(EVERYTHING)
+    assert cluster_of(required).kubernetes.fabric_label == "acme.example/island"
+    assert from_json(RouterConfig, required.file("demo-baton-config", "router-0.json")).one_fabric
+    near = render(MATRIX["near in the fabric"])
+    assert cluster_of(near).kubernetes.fabric_label == "rack"
+    assert not from_json(RouterConfig, near.file("demo-baton-config", "router-0.json")).one_fabric
+    named = render(MATRIX["an island that is named otherwise"])
+    assert cluster_of(named).kubernetes.fabric_label == "acme/island"
+
+
             "weight": 2,
             "priority": 5,
         },

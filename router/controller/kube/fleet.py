@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from baton import clock
-from baton.config import ClusterConfig, WorkerConfig
+from baton.config import ClusterConfig, KubernetesConfig, WorkerConfig
 from baton.errors import BatonError, Unavailable
 from baton.log import get_log
 from baton.request import Role
@@ -211,7 +211,8 @@ class KubeFleet:
 
     def _config_of(self, member: Member, pod: Pod) -> WorkerConfig:
         made = self._make_config(member.worker_id, member.role)
-        return replace(made, host=pod.ip, port=self._config.worker_port)
+        fabric = pod.labels.get(self._config.fabric_label, "")
+        return replace(made, host=pod.ip, port=self._config.worker_port, fabric=fabric)
 
     def _revive(self) -> None:
         """Workers that are lost although their pods run: Ray restarts killed actors itself, but gives up where a start raised."""

@@ -37,10 +37,13 @@ api_keys_file: /etc/baton/api-keys
 cost:
   usd_per_gpu_hour: {{ .Values.cost.usdPerGpuHour }}
   gpus_per_worker: {{ max 1 (include "baton.gpusPerWorker" . | int) }}
-batch:
-  enabled: {{ .Values.batch.enabled }}
+one_fabric: {{ eq .Values.fabric.policy "required" }}
+{{- end }}
+
+{{- define "baton.config.batch" -}}
+enabled: {{ .Values.batch.enabled }}
 {{- if .Values.batch.enabled }}
-  folder: /var/lib/baton/batch
+folder: /var/lib/baton/batch
 {{- end }}
 {{- end }}
 
@@ -49,6 +52,9 @@ batch:
 {{- $root := index . 0 -}}
 {{- include "baton.config.router" $root }}
 process_port: {{ add 9100 (index . 1) }}
+batch:
+  {{- include "baton.config.batch" $root | nindent 2 }}
+  database: {{ include "baton.databaseUrl" $root | quote }}
 tls_dir: {{ ternary "/etc/baton/tls/router" "" (eq (include "baton.internalTls" $root) "true") | quote }}
 model:
   {{- include "baton.config.model" $root | nindent 2 }}
@@ -68,7 +74,10 @@ kv:
   {{- include "baton.config.kv" . | nindent 2 }}
 router:
   {{- include "baton.config.router" . | nindent 2 }}
+  batch:
+    {{- include "baton.config.batch" . | nindent 4 }}
 controller:
+  database: {{ include "baton.databaseUrl" . | quote }}
   host: 0.0.0.0
   admin_port: 8001
   control_port: 7001
@@ -113,6 +122,12 @@ kubernetes:
 {{- end }}
 
 {{/* A name of a pool's hardware: pools whose pods are alike may flip. */}}
+  fabric_label: {{ default .Values.fabric.topologyKey .Values.fabric.podLabel | quote }}
+{{- end }}
+
+{{/* Where the URL is, which is a secret: a ConfigMap holds the path alone. */}}
+{{- define "baton.databaseUrl" -}}
+{{- if .Values.database.existingSecret }}file:///etc/baton/database/url{{ end -}}
 {{- define "baton.shape" -}}
 {{- pick . "gpu" "cpu" "memory" "shmSize" "hugepages" "rdma" "env" "nodeSelector" "runtimeClass" | toJson | sha256sum | trunc 8 | printf "gpu-%s" -}}
 {{- end }}
