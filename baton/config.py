@@ -254,10 +254,16 @@ class KubernetesConfig:
     gpus_per_worker: int = 1
     prefill_shape: str = "gpu"  # hardware of each pool's pods, by any name; equal ones may flip
     decode_shape: str = "gpu"
+    both_shape: str = "gpu"
+    prefill_cores: int = 1  # that a worker of the pool computes with where engine.num_threads leaves it open
+    decode_cores: int = 1
+    both_cores: int = 1
     prefill_min: int = 1  # bounds of a new store's budget
     prefill_max: int = 0  # 0 = the GPU budget alone
     decode_min: int = 1
     decode_max: int = 0
+    both_min: int = 0
+    both_max: int = 0
     # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, and an
     # image of 10 GB takes as long
     pending_s: float = 900.0
@@ -265,13 +271,13 @@ class KubernetesConfig:
     sick_s: float = 300.0
     slo_seed: str = ""  # file: SLO classes that the chart's values name
     slo_source: str = "live"  # live: seeds are a new store's defaults; values: they are put in force at each start
+    fabric_label: str = ""  # of worker pods, whose value is the worker's fabric; "" = all are of one
     llmd_labels: bool = False  # label roles as llm-d does, too
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """All of `baton up`."""
-    fabric_label: str = ""  # of worker pods, whose value is the worker's fabric; "" = all are of one
 
     prefill: int = 1
     decode: int = 1

@@ -71,6 +71,23 @@ def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
         assert {field.name for field in dataclasses.fields(kind)} - raw[part].keys() == names, part
 
 
+@pytest.mark.parametrize(("cpu", "cores"), [("8", 8), (8, 8), ("500m", 1), ("7500m", 7), ("2.5", 2), ("0.5", 1)])
+def test_workers_compute_with_the_whole_cores_of_their_pods(cpu: object, cores: int) -> None:
+    config = cluster_of(render(merged(LEAST, {"pools": {"decode": {"cpu": cpu}}})), "demo-baton").kubernetes
+    assert (config.prefill_cores, config.decode_cores) == (8, cores)
+
+
+def test_a_pool_of_both_has_its_own_bounds_and_hardware() -> None:
+    both = {"cpu": "16", "replicas": {"initial": 3, "min": 2, "max": 5}}
+    release = render(merged(MATRIX["colocated"], {"pools": {"both": both, "decode": {"cpu": "2"}}}))
+    config = cluster_of(release, "demo-baton").kubernetes
+    assert (config.both_min, config.both_max, config.both_cores) == (2, 5, 16)
+    assert (config.prefill_min, config.decode_min) == (0, 0)
+    assert config.prefill_shape == config.decode_shape == config.both_shape  # whatever the pools say that are off
+    apart = cluster_of(render(LEAST), "demo-baton").kubernetes
+    assert config.both_shape != apart.both_shape == apart.decode_shape
+
+
 def test_each_process_of_a_router_pod_has_its_own_port_and_shares_the_public_ones() -> None:
     release = render(merged(LEAST, {"router": {"processes": 3}}))
     configs = [from_json(RouterConfig, release.file("demo-baton-config", f"router-{i}.json")) for i in range(3)]
@@ -93,23 +110,6 @@ def test_rdma_reaches_ucx() -> None:
     assert cluster_of(render(MATRIX["least"])).kv.ucx_net_devices == "all"
 
 
-def test_pools_of_equal_hardware_may_flip_and_others_may_not() -> None:
-    alike = cluster_of(render(LEAST)).kubernetes
-    assert alike.prefill_shape == alike.decode_shape
-    other = cluster_of(render(merged(LEAST, {"pools": {"decode": {"memory": "128Gi"}}}))).kubernetes
-    assert other.prefill_shape != other.decode_shape
-    drain = cluster_of(render(merged(LEAST, {"pools": {"decode": {"replicas": {"max": 3}}}}))).kubernetes
-    assert drain.prefill_shape == drain.decode_shape
-
-
-def test_slo_classes_are_what_the_admin_endpoint_takes() -> None:
-    classes = [
-        {
-            "name": "interactive",
-            "ttftMs": 2000,
-            "tpotMs": 100,
-            "itlP99Ms": 300,
-            "e2eMs": 9000,
 def test_the_url_of_a_database_is_in_no_config_map_and_everybody_who_needs_it_finds_it() -> None:
     release = render(MATRIX["batches of several routers"])
     router = from_json(RouterConfig, release.file("demo-baton-config", "router-0.json"))
@@ -135,6 +135,23 @@ def test_workers_are_told_their_island_by_their_pods_and_routers_to_stay_in_it()
     assert cluster_of(named).kubernetes.fabric_label == "acme/island"
 
 
+def test_pools_of_equal_hardware_may_flip_and_others_may_not() -> None:
+    alike = cluster_of(render(LEAST)).kubernetes
+    assert alike.prefill_shape == alike.decode_shape
+    other = cluster_of(render(merged(LEAST, {"pools": {"decode": {"memory": "128Gi"}}}))).kubernetes
+    assert other.prefill_shape != other.decode_shape
+    drain = cluster_of(render(merged(LEAST, {"pools": {"decode": {"replicas": {"max": 3}}}}))).kubernetes
+    assert drain.prefill_shape == drain.decode_shape
+
+
+def test_slo_classes_are_what_the_admin_endpoint_takes() -> None:
+    classes = [
+        {
+            "name": "interactive",
+            "ttftMs": 2000,
+            "tpotMs": 100,
+            "itlP99Ms": 300,
+            "e2eMs": 9000,
             "weight": 2,
             "priority": 5,
         },

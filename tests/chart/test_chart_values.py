@@ -34,7 +34,6 @@ WHERE: dict[str, Values] = {
     "ray.gcs.redis": MATRIX["redis"],
     "pools.both": merged(EVERYTHING, MATRIX["colocated"], {"pools": {"both": EVERYTHING["pools"]["decode"]}}),
     "pools.prefill.replicas.initial": MATRIX["fixed sizes"],
-    "pools.both.replicas": merged(MATRIX["colocated"], MATRIX["hpa"]),
     "router.replicas": LEAST,
     "scaler.hpa": MATRIX["hpa"],
     "scaler.hpa.both": merged(MATRIX["colocated"], MATRIX["hpa"]),

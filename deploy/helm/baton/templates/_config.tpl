@@ -108,9 +108,12 @@ kubernetes:
   control_address: {{ include "baton.controlAddress" . | quote }}
   worker_port: 7100
   gpus_per_worker: {{ include "baton.gpusPerWorker" . }}
-  {{- range $name := list "prefill" "decode" }}
+  {{- $pods := get .Values.pools (ternary "both" "decode" .Values.pools.both.enabled) }}
+  {{- range $name := list "prefill" "decode" "both" }}
   {{- $pool := get $.Values.pools $name }}
-  {{ $name }}_shape: {{ include "baton.shape" $pool }}
+  {{- $kind := ternary $pool $pods $pool.enabled }}{{/* of whom plays a role that has no pool */}}
+  {{ $name }}_shape: {{ include "baton.shape" $kind }}
+  {{ $name }}_cores: {{ include "baton.cores" $kind.cpu }}
   {{ $name }}_min: {{ ternary $pool.replicas.min 0 $pool.enabled }}
   {{ $name }}_max: {{ $pool.replicas.max }}
   {{- end }}
@@ -119,17 +122,23 @@ kubernetes:
   slo_seed: /etc/baton/seed/slo.json
   slo_source: {{ .Values.slo.source }}
   llmd_labels: {{ .Values.llmdLabels }}
-{{- end }}
-
-{{/* A name of a pool's hardware: pools whose pods are alike may flip. */}}
   fabric_label: {{ default .Values.fabric.topologyKey .Values.fabric.podLabel | quote }}
 {{- end }}
 
 {{/* Where the URL is, which is a secret: a ConfigMap holds the path alone. */}}
 {{- define "baton.databaseUrl" -}}
 {{- if .Values.database.existingSecret }}file:///etc/baton/database/url{{ end -}}
+{{- end }}
+
+{{/* A name of a pool's hardware: pools whose pods are alike may flip. */}}
 {{- define "baton.shape" -}}
 {{- pick . "gpu" "cpu" "memory" "shmSize" "hugepages" "rdma" "env" "nodeSelector" "runtimeClass" | toJson | sha256sum | trunc 8 | printf "gpu-%s" -}}
+{{- end }}
+
+{{/* A quantity of CPU -> whole cores, at least one. */}}
+{{- define "baton.cores" -}}
+{{- $cpu := toString . -}}
+{{- if hasSuffix "m" $cpu }}{{ div (trimSuffix "m" $cpu | int64) 1000 | max 1 }}{{ else }}{{ floor (float64 $cpu) | int64 | max 1 }}{{ end -}}
 {{- end }}
 
 {{- define "baton.controlAddress" -}}
