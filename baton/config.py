@@ -105,7 +105,7 @@ class WorkerConfig:
     missed_heartbeats: int = 3  # then a router counts as gone
     outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
-    fabric: str = ""  # a label of its network: routers prefer pairs within one; "" = all alike
+    fabric: str = ""  # a label of its network: routers prefer or require pairs within one; "" = all alike
     drain_s: float = 600.0  # after SIGTERM, for what runs to end; DESIGN section 5
     parked_bytes: int = 64 << 20  # what clients may resume: 4,000 calls of 2k-token prompts (worker/parked.py)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -180,6 +180,7 @@ class RouterConfig:
     # A prompt of which a decode worker lacks at most so many tokens may be prefilled there, where that is forecast to be sooner
     # and its running streams keep their TPOT; 0 = never, -1 = one chunk (docs/placement.md)
     local_prefill_tokens: int = 0
+    one_fabric: bool = False  # KV stays within one fabric: workers of others are no pair; false = it is preferred
     prefix_index_blocks: int = (
         4_000_000  # that workers cache; at most 120 MB (docs/placement.md). 100 workers of 40,000 blocks
     )
@@ -205,7 +206,8 @@ class ControllerConfig:
     admin_port: int = 8_001
     control_port: int = 0
     shared_ports: bool = False  # as a router's
-    # Of SLO classes, settings and decisions: sqlite:///file or postgresql://...; "" = an SQLite file in the run folder
+    # Of SLO classes, settings and decisions: sqlite:///file, postgresql://..., or file:///path of a file that holds such a URL;
+    # "" = an SQLite file in the run folder
     database: str = ""
     admin_tokens_file: str = ""  # or a folder of them; "" = the run folder's two alone. docs/slo.md
     require_reason: bool = False  # true: each change of SLO classes must say why; mode, budget and imports always must
@@ -252,10 +254,16 @@ class KubernetesConfig:
     gpus_per_worker: int = 1
     prefill_shape: str = "gpu"  # hardware of each pool's pods, by any name; equal ones may flip
     decode_shape: str = "gpu"
+    both_shape: str = "gpu"
+    prefill_cores: int = 1  # that a worker of the pool computes with where engine.num_threads leaves it open
+    decode_cores: int = 1
+    both_cores: int = 1
     prefill_min: int = 1  # bounds of a new store's budget
     prefill_max: int = 0  # 0 = the GPU budget alone
     decode_min: int = 1
     decode_max: int = 0
+    both_min: int = 0
+    both_max: int = 0
     # A pod that was asked for and does not run after so long is given up: a node of a cloud's pool boots in 2-6 minutes, and an
     # image of 10 GB takes as long
     pending_s: float = 900.0
@@ -263,6 +271,7 @@ class KubernetesConfig:
     sick_s: float = 300.0
     slo_seed: str = ""  # file: SLO classes that the chart's values name
     slo_source: str = "live"  # live: seeds are a new store's defaults; values: they are put in force at each start
+    fabric_label: str = ""  # of worker pods, whose value is the worker's fabric; "" = all are of one
     llmd_labels: bool = False  # label roles as llm-d does, too
 
 

@@ -71,7 +71,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _KV_DTYPES = ("auto", *_DTYPES, "float8_e4m3", *KV_DTYPE_ALIASES)
 _EMULATED_DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
 _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
-_WORKERS = Limit("workers of one role on one machine", 0, 64)
+# The largest fleet that was measured has 1,000 (docs/router_cost.md), and what a controller keeps of two pools of that size fits
+# into a ConfigMap (test_kube_documents.py). What one machine can hold says Ray's accounting (controller.worker_num_cpus)
+_WORKERS = Limit("workers of one role", 0, 1_000)
 _PODS = Limit("pods of one pool; a maximum of 0 = none", 0, 100_000)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
 _DELAY = Limit("0 = at once", 0, 86_400)
@@ -170,6 +172,9 @@ _LIMITS: Mapping[str, Limit] = {
     "kubernetes.prefill_max": _PODS,
     "kubernetes.decode_min": _PODS,
     "kubernetes.decode_max": _PODS,
+    "kubernetes.both_min": _PODS,
+    "kubernetes.both_max": _PODS,
+    **{f"kubernetes.{pool}_cores": Limit("of one pod", 1, 1_024) for pool in ("prefill", "decode", "both")},
     "kubernetes.pending_s": _SECONDS,
     "kubernetes.sick_s": _SECONDS,
     "kubernetes.slo_source": Limit("who owns SLO classes", choices=("live", "values")),
@@ -375,7 +380,8 @@ def _parsed(text: str, kind: type) -> Scalar | None:
 
 def _unknown(setting: Setting, types: Mapping[str, type]) -> str:
     if setting.path.startswith(_DERIVED):
-        return f"{setting.path} (from {setting.origin}) follows {setting.path.removeprefix('router.')}; set that one"
+        followed = "controller.database" if "database" in setting.path else setting.path.removeprefix("router.")
+        return f"{setting.path} (from {setting.origin}) follows {followed}; set that one"
     sections = {path.rpartition(".")[0] for path in types} - {""} | {_MAP}
     if setting.path in sections:
         return f"{setting.path} (from {setting.origin}) is a section; set names in it, such as {setting.path}.*"

@@ -298,12 +298,14 @@ class Fleet:
         liveness: Liveness,
         local_prefill_tokens: int,
         max_index_blocks: int,
+        *,
+        one_fabric: bool = False,
     ) -> None:
-        """`local_prefill_tokens`: as configured, see router/placement.py, local_limit."""
+        """`local_prefill_tokens`: as configured, see router/placement.py, local_limit; `one_fabric`: as WorkerTable's."""
         self.known = False
         self.identity = identity
         self.liveness = liveness
-        self._table = WorkerTable()
+        self._table = WorkerTable(one_fabric=one_fabric)
         self.touched: set[Endpoint] = set()  # their rows' numbers are older than they are
         self.prefixes = PrefixIndex(max_index_blocks, MAX_WORKERS)
         self.expected = ExpectedPrefixes(MAX_WORKERS)

@@ -58,7 +58,13 @@ class FrontEnd:
         self.tokenizer = Tokenizer(tokenizer_json, table, _template(files, table))
         liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
         identity = SessionIdentity(router_id, epoch, trust)
-        self.fleet = Fleet(identity, liveness, config.local_prefill_tokens, config.prefix_index_blocks)
+        self.fleet = Fleet(
+            identity,
+            liveness,
+            config.local_prefill_tokens,
+            config.prefix_index_blocks,
+            one_fabric=config.one_fabric,
+        )
         self.slo_watch = SloWatch()
         self.metrics = RouterMetrics(self.fleet)
         limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)

@@ -433,6 +433,8 @@ def _listed(items: Sequence[str], separator: str) -> str:
 def _link(workers: WorkerTable, prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     if prefill.fingerprint != decode.fingerprint:
         return "refused (fingerprint)"
+    if workers.one_fabric and prefill.fabric and decode.fabric and prefill.fabric != decode.fabric:
+        return f"refused (fabric {prefill.fabric!r}, not {decode.fabric!r})"
     state = LINK_STATES[workers.links[workers.row_of[prefill.worker_id], workers.row_of[decode.worker_id]]]
     link = prefill.links.get(decode.worker_id)
     return f"{state} ({link.reason})" if link and link.reason else state

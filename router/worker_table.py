@@ -130,7 +130,9 @@ class WorkerTable:
     root: Floats
     fabric: Floats
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_fabric: bool = False) -> None:
+        """`one_fabric`: workers that say different fabrics are no pair; who says none may be on any."""
+        self.one_fabric = one_fabric
         self.facts: list[WorkerSnapshot | None] = []  # by row; its numbers are as old as the last `put`
         self.row_of: dict[str, int] = {}
         self.links: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)  # [prefill row, decode row]
@@ -178,10 +180,14 @@ class WorkerTable:
         self.fingerprint[row], self.fabric[row] = self.code(snapshot.fingerprint), self.code(snapshot.fabric)
         self.root[row] = self.code(root)
         self.block_size[row] = snapshot.root.block_size if snapshot.root is not None else 0
-        if before is None or before.links is not snapshot.links:
+        is_another = before is None or _who(before) != _who(snapshot)
+        if is_another or before is None or before.links is not snapshot.links:
             self._put_links(row, snapshot.links)
-        if before is None or (before.worker_id, before.epoch) != (snapshot.worker_id, snapshot.epoch):
+        if is_another:
             self._put_links_to(row, snapshot)
+        if self.one_fabric and snapshot.fabric:
+            other = (self.fabric != self.fabric[row]) & (self.fabric > 0)
+            self.links[row, other] = self.links[other, row] = REFUSED
         self._topology = None
 
     def _forget_name(self, row: int) -> None:
@@ -284,6 +290,11 @@ class WorkerTable:
         self.facts += [None] * (num_rows - old)
         self._free = [*reversed(range(old, num_rows)), *self._free]
         self._topology = None
+
+
+def _who(fact: WorkerSnapshot) -> tuple[str, int, str]:
+    """What its links are of."""
+    return fact.worker_id, fact.epoch, fact.fabric
 
 
 def _prefill_cost(paired: Mask, proved: Mask) -> Floats:

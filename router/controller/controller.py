@@ -267,6 +267,16 @@ class Controller:
         self.fleet.want_local_prefill(max_tokens)
         self._wake()
 
+    async def surge_from(self, pool: str, size: int) -> None:
+        """Its pool is about to have one more worker than `size`, for a while: whoever leads after this process knows, too."""
+        self.fleet.surge_from(pool, size)
+        self._wake()
+        await self.keep()
+
+    def surge_is_over(self, pool: str) -> None:
+        self.fleet.surge_is_over(pool)
+        self._wake()
+
     def let_go(self, worker_id: str) -> None:
         """A worker that is away is to be ended, also where it comes back. Raises: Unavailable: another controller leads."""
         self._leadership.check()

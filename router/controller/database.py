@@ -27,6 +27,8 @@ WAIT_S = 5.0  # how long a transaction waits for another one's, which lasts mill
 FIELD = "controller.database"
 _SQLITE = "sqlite://"
 _POSTGRES = ("postgresql://", "postgres://")
+_FILE = "file://"
+_MAX_URL_BYTES = 8_192  # a URL of libpq's parameters has some hundred
 
 Value = str | int | float | bytes | None
 Row = tuple[Any, ...]
@@ -56,11 +58,14 @@ class Database(Protocol):
 
 
 def open_database(url: str) -> Database:
-    """`sqlite:///absolute/path`, or `postgresql://...` with whatever libpq takes. Nothing is connected to yet.
+    """`sqlite:///absolute/path`, `postgresql://...` with whatever libpq takes, or `file:///absolute/path` of a file that holds
+    one of these, as a secret is mounted. Nothing is connected to yet.
 
     Raises:
-        ConfigError: neither, or the driver for Postgres is not installed.
+        ConfigError: none of these, a file that cannot be read, or the driver for Postgres is not installed.
     """
+    if url.startswith(_FILE):
+        url = _url_in(Path(url.removeprefix(_FILE)))
     if url.startswith(_SQLITE):
         path = url.removeprefix(_SQLITE)
         if not path.startswith("/"):
@@ -76,6 +81,23 @@ def open_database(url: str) -> Database:
         return Postgres(url)
     scheme = urlsplit(url).scheme
     raise ConfigError(f"{FIELD}: {scheme!r} is no database we know; use sqlite:/// or postgresql://", field=FIELD)
+
+
+def _url_in(file: Path) -> str:
+    """What it holds, without what surrounds it. That is in no message: it is a secret. Raises: ConfigError."""
+    where = f"{FIELD} names the file {file}"
+    if not file.is_absolute():
+        raise ConfigError(f"{where}: give an absolute path, file:///path/to/file", field=FIELD)
+    try:
+        with file.open("rb") as opened:
+            url = opened.read(_MAX_URL_BYTES).decode().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}, which cannot be read: {error.strerror}", field=FIELD) from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}, which is not text", field=FIELD) from None
+    if not url.startswith((_SQLITE, *_POSTGRES)):
+        raise ConfigError(f"{where}, which holds no URL of a database: sqlite:/// or postgresql://", field=FIELD)
+    return url
 
 
 def migrate(database: Database, store: str, migrations: Sequence[Sequence[str]]) -> None:

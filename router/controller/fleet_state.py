@@ -84,6 +84,9 @@ class SavedFleet:
     ended: tuple[str, ...] = ()  # worker ids, oldest first
     num_named: Mapping[str, int] = field(default_factory=dict)  # names given so far, by role
     local_prefill_tokens: int | None = None  # that routers are told; None: as each is configured
+    surged_from: Mapping[str, int] = field(
+        default_factory=dict
+    )  # sizes by pool, of those that have one more for a while
 
     @property
     def is_new(self) -> bool:
@@ -103,6 +106,7 @@ class Fleet:
         self._ended = dict.fromkeys(saved.ended)
         self._num_named = dict(saved.num_named)
         self._local_prefill_tokens = saved.local_prefill_tokens
+        self._surged_from = dict(saved.surged_from)
 
     def saved(self) -> SavedFleet:
         return SavedFleet(
@@ -111,6 +115,7 @@ class Fleet:
             tuple(self._ended),
             dict(self._num_named),
             self._local_prefill_tokens,
+            dict(self._surged_from),
         )
 
     def members(self) -> tuple[Member, ...]:
@@ -220,6 +225,20 @@ class Fleet:
     def want_local_prefill(self, max_tokens: int | None) -> None:
         if max_tokens != self._local_prefill_tokens:
             self._local_prefill_tokens = max_tokens
+            self.version += 1
+
+    @property
+    def surged_from(self) -> Mapping[str, int]:
+        """Sizes by pool, of those that have one more for a while, or are about to."""
+        return self._surged_from
+
+    def surge_from(self, pool: str, size: int) -> None:
+        self._surged_from = {**self._surged_from, pool: size}
+        self.version += 1
+
+    def surge_is_over(self, pool: str) -> None:
+        if pool in self._surged_from:
+            self._surged_from = {name: size for name, size in self._surged_from.items() if name != pool}
             self.version += 1
 
     def stand_by(self, worker_id: str) -> None:

@@ -65,6 +65,7 @@ def fleet_from_json(text: str) -> SavedFleet:
         ended=tuple(saved.get("ended", ())),
         num_named=dict(saved.get("num_named", {})),
         local_prefill_tokens=saved.get("local_prefill_tokens"),
+        surged_from=dict(saved.get("surged_from", {})),
     )
 
 

@@ -135,6 +135,7 @@ async def _serve(cluster: ClusterConfig) -> None:
     background.keep("local prefill", partial(hand_back, controller, planner))
     if kube is not None:
         background.keep("cluster", partial(kube.look_after, live.orders))
+        background.keep("leader label", kube.be_found)
         background.keep("lease", partial(kube.until_lost, stop))
     await stop.wait()
     await background.end()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections.abc import Callable
 from functools import partial
 
 from baton.config import ClusterConfig, WorkerConfig
@@ -37,7 +38,7 @@ class RayFleet:
     ) -> None:
         self._controller = controller
         self._cluster = cluster
-        self._make_config = WorkerConfigs(cluster, control_address, os.cpu_count() or 1)
+        self._make_config = WorkerConfigs(cluster, control_address, shared_out(cluster, os.cpu_count() or 1))
         self._actors = RayActors(controller, cluster, connect)
         if controller.fleet.saved().is_new:
             for role, num_workers in sizes_of(cluster).items():
@@ -137,18 +138,24 @@ def sizes_of(cluster: ClusterConfig) -> dict[Role, int]:
     return {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.BOTH: cluster.both}
 
 
-class WorkerConfigs:
-    """What the controller tells each worker of this host to be."""
+def shared_out(cluster: ClusterConfig, num_cores: int) -> Callable[[Role], int]:
+    """Cores of one host among its configured workers."""
+    each = max(1, num_cores // max(1, sum(sizes_of(cluster).values())))
+    return lambda role: each
 
-    def __init__(self, cluster: ClusterConfig, control_address: str, num_cores: int) -> None:
-        """Cores are shared out among the configured workers where engine.num_threads leaves it open."""
-        num_workers = sum(sizes_of(cluster).values())
+
+class WorkerConfigs:
+    """What the controller tells each worker to be."""
+
+    def __init__(self, cluster: ClusterConfig, control_address: str, cores_of: Callable[[Role], int]) -> None:
+        """`cores_of`: what one worker computes with where engine.num_threads leaves it open."""
         self._cluster = cluster
         self._control_address = control_address
-        self._num_threads = cluster.engine.num_threads or max(1, num_cores // max(1, num_workers))
+        self._cores_of = cores_of
 
     def __call__(self, worker_id: str, role: Role) -> WorkerConfig:
         cluster, name = self._cluster, role.name.lower()
+        num_threads = cluster.engine.num_threads or self._cores_of(role)
         return WorkerConfig(
             worker_id=worker_id,
             role=name,
@@ -158,7 +165,7 @@ class WorkerConfigs:
             heartbeat_s=cluster.router.heartbeat_s,
             missed_heartbeats=cluster.router.missed_heartbeats,
             model=cluster.model,
-            engine=dataclasses.replace(cluster.engine_of(name), num_threads=self._num_threads),
+            engine=dataclasses.replace(cluster.engine_of(name), num_threads=num_threads),
             kv=cluster.kv,
             emulation=cluster.emulation,
             log_level=cluster.controller.log_level,

@@ -115,6 +115,15 @@ MATRIX: dict[str, dict[str, Any]] = {
     "host path": merged(STILL, {"modelCache": {"type": "hostPath"}}),
     "near in the fabric": merged(STILL, {"fabric": {"topologyKey": "rack"}}),
     "batches": merged(STILL, {"batch": {"enabled": True, "existingClaim": "batches"}, "router": {"replicas": 1}}),
+    "batches of several routers": merged(
+        STILL,
+        {
+            "batch": {"enabled": True, "existingClaim": "batches"},
+            "router": {"replicas": 3},
+            "database": {"existingSecret": "postgres", "key": "uri"},
+        },
+    ),
+    "an island that is named otherwise": merged(STILL, {"fabric": {"policy": "required", "podLabel": "acme/island"}}),
     "emulated": merged(
         STILL, {"emulation": {"gpu": "h100"}, "pools": {r: {"gpu": {"count": 0}} for r in ("prefill", "decode")}}
     ),

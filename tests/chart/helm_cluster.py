@@ -47,8 +47,8 @@ class HelmCluster:
     def install(self, values: Values) -> None:
         self._run("install", "demo", str(CHART), "--values", "-", "--disable-openapi-validation", values=values)
 
-    def upgrade(self, values: Values) -> None:
-        self._run("upgrade", "demo", str(CHART), "--values", "-", "--disable-openapi-validation", values=values)
+    def upgrade(self, values: Values, *flags: str) -> None:
+        self._run("upgrade", "demo", str(CHART), "--values", "-", "--disable-openapi-validation", *flags, values=values)
 
     def rollback(self, revision: int) -> None:
         self._run("rollback", "demo", str(revision))

@@ -49,7 +49,9 @@ def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Pat
             continue
         router = from_json(RouterConfig, text)
         assert (router.model, router.tls_dir) == (loaded.model, loaded.router.tls_dir)
+        assert router.batch.database == loaded.controller.database
         plain = {key: value for key, value in json.loads(text).items() if key not in NOT_BY_CHART}
+        del plain["batch"]["database"]
         (tmp_path / "router.yaml").write_text(json.dumps({"router": plain}), encoding="utf-8")
         load(tmp_path / "router.yaml", {}, {})
 
@@ -67,6 +69,23 @@ def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
     }
     for part, (kind, names) in left.items():
         assert {field.name for field in dataclasses.fields(kind)} - raw[part].keys() == names, part
+
+
+@pytest.mark.parametrize(("cpu", "cores"), [("8", 8), (8, 8), ("500m", 1), ("7500m", 7), ("2.5", 2), ("0.5", 1)])
+def test_workers_compute_with_the_whole_cores_of_their_pods(cpu: object, cores: int) -> None:
+    config = cluster_of(render(merged(LEAST, {"pools": {"decode": {"cpu": cpu}}})), "demo-baton").kubernetes
+    assert (config.prefill_cores, config.decode_cores) == (8, cores)
+
+
+def test_a_pool_of_both_has_its_own_bounds_and_hardware() -> None:
+    both = {"cpu": "16", "replicas": {"initial": 3, "min": 2, "max": 5}}
+    release = render(merged(MATRIX["colocated"], {"pools": {"both": both, "decode": {"cpu": "2"}}}))
+    config = cluster_of(release, "demo-baton").kubernetes
+    assert (config.both_min, config.both_max, config.both_cores) == (2, 5, 16)
+    assert (config.prefill_min, config.decode_min) == (0, 0)
+    assert config.prefill_shape == config.decode_shape == config.both_shape  # whatever the pools say that are off
+    apart = cluster_of(render(LEAST), "demo-baton").kubernetes
+    assert config.both_shape != apart.both_shape == apart.decode_shape
 
 
 def test_each_process_of_a_router_pod_has_its_own_port_and_shares_the_public_ones() -> None:
@@ -89,6 +108,31 @@ def test_rdma_reaches_ucx() -> None:
     kv = cluster_of(render(EVERYTHING)).kv
     assert (kv.ucx_net_devices, kv.require_rdma, kv.ucx["IB_ADDR_TYPE"]) == ("mlx5_0:1,mlx5_1:1", True, "ib_global")
     assert cluster_of(render(MATRIX["least"])).kv.ucx_net_devices == "all"
+
+
+def test_the_url_of_a_database_is_in_no_config_map_and_everybody_who_needs_it_finds_it() -> None:
+    release = render(MATRIX["batches of several routers"])
+    router = from_json(RouterConfig, release.file("demo-baton-config", "router-0.json"))
+    where = cluster_of(release).controller.database
+    assert where == router.batch.database == "file:///etc/baton/database/url"
+    for part in ("router", "controller"):
+        spec = release.get("Deployment", f"demo-baton-{part}")["spec"]["template"]["spec"]
+        [secret] = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "database"]
+        assert (secret["secretName"], secret["items"]) == ("postgres", [{"key": "uri", "path": "url"}])
+        mounts = [mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "database"]
+        assert [f"file://{mount['mountPath']}/url" for mount in mounts] == [where]
+    assert cluster_of(render(LEAST)).controller.database == ""
+
+
+def test_workers_are_told_their_island_by_their_pods_and_routers_to_stay_in_it() -> None:
+    required = render(EVERYTHING)
+    assert cluster_of(required).kubernetes.fabric_label == "acme.example/island"
+    assert from_json(RouterConfig, required.file("demo-baton-config", "router-0.json")).one_fabric
+    near = render(MATRIX["near in the fabric"])
+    assert cluster_of(near).kubernetes.fabric_label == "rack"
+    assert not from_json(RouterConfig, near.file("demo-baton-config", "router-0.json")).one_fabric
+    named = render(MATRIX["an island that is named otherwise"])
+    assert cluster_of(named).kubernetes.fabric_label == "acme/island"
 
 
 def test_pools_of_equal_hardware_may_flip_and_others_may_not() -> None:

@@ -39,6 +39,8 @@ def part_of(release_name: str, name: str) -> str:
 
 def matches(selector: dict[str, str], pod: Manifest) -> bool:
     labels: dict[str, str] = pod["metadata"]["labels"]
+    if "baton.dev/controller" in labels:
+        labels = labels | {"baton.dev/leads": "true"}  # as the leader's pod, of which the Service of controllers is
     return selector.items() <= labels.items()
 
 
@@ -79,6 +81,16 @@ def test_of_two_releases_in_one_namespace_each_selector_matches_exactly_its_pods
             assert found == {(name, f"{full}-{home}") for home in homes}, owner
             num_asked += 1
     assert num_asked >= 20
+
+
+def test_controllers_that_wait_are_ready_so_that_a_rollout_ends() -> None:
+    release = render(LEAST)
+    spec = release.get("Deployment", "demo-baton-controller")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["type"] == "RollingUpdate"
+    (container,) = (one for one in spec["template"]["spec"]["containers"] if one["name"] == "controller")
+    assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
+    assert release.get("PodDisruptionBudget", "demo-baton-controller")["spec"]["maxUnavailable"] == 1
 
 
 def test_no_selector_asks_for_the_live_role() -> None:

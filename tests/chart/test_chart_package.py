@@ -100,7 +100,6 @@ WARNINGS = {
     "open routers": (STILL, "auth.apiKeysSecret is empty"),
     "no network policy": (MATRIX["nothing extra"], "networkPolicy.enabled is false"),
     "a mode that only advises": (STILL, "scaler.mode is advisory"),
-    "a second controller": (merged(STILL, {"controller": {"replicas": 2}}), "`helm --wait` would wait"),
 }  # fmt: skip
 
 

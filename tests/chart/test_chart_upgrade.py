@@ -78,6 +78,51 @@ def test_a_size_that_values_name_is_taken_back_by_an_upgrade_as_a_contrast(clust
             cluster.upgrade(merged(fixed, CHANGED))
 
 
+def test_sizes_that_were_the_charts_stay_when_a_scaler_takes_over(cluster: HelmCluster) -> None:
+    replicas = {"replicas": {"initial": 4}}
+    fixed = merged(STILL, {"scaler": {"type": "none"}, "pools": {"prefill": replicas, "decode": replicas}})
+    scaled = merged(fixed, {"scaler": {"type": "slo"}})
+    cluster.install(fixed)
+    with cluster.api.client() as whole:
+        apps = client.AppsV1Api(whole)
+        for values in (scaled, merged(scaled, CHANGED)):
+            cluster.upgrade(values)
+            assert set(sizes(apps).values()) == {4}
+        scale(apps, POOLS[1], 5)  # from here on it is the scaler's
+        cluster.upgrade(scaled)
+        assert sizes(apps) == {POOLS[0]: 4, POOLS[1]: 5}
+
+
+def test_routers_keep_their_number_when_an_autoscaler_takes_over(cluster: HelmCluster) -> None:
+    cluster.install(merged(STILL, {"router": {"replicas": 6}}))
+    with cluster.api.client() as whole:
+        cluster.upgrade(merged(STILL, {"router": {"replicas": 6, "hpa": {"enabled": True}}}))
+        assert client.AppsV1Api(whole).read_namespaced_deployment("demo-baton-router", NAMESPACE).spec.replicas == 6
+
+
+def test_groups_of_a_ray_cluster_keep_their_sizes_over_a_forced_upgrade(cluster: HelmCluster) -> None:
+    kuberay = merged(STILL, {"ray": {"mode": "kuberay"}})
+    cluster.install(kuberay)
+    leaving = {"workersToDelete": ["demo-baton-prefill-worker-x"]}
+    with cluster.api.client() as whole:
+        custom = client.CustomObjectsApi(whole)
+        of = ("ray.io", "v1", NAMESPACE, "rayclusters", "demo-baton")
+        sized = [
+            {"op": "add", "path": "/spec/workerGroupSpecs/0/replicas", "value": 3},
+            {"op": "add", "path": "/spec/workerGroupSpecs/0/scaleStrategy", "value": leaving},
+            {"op": "add", "path": "/spec/workerGroupSpecs/1/replicas", "value": 0},
+        ]
+        custom.patch_namespaced_custom_object(*of, sized, _content_type="application/json-patch+json")
+        with pytest.raises(AssertionError, match="conflict"):
+            cluster.upgrade(merged(kuberay, CHANGED))
+        cluster.upgrade(merged(kuberay, CHANGED), "--force-conflicts")
+        groups = custom.get_namespaced_custom_object(*of)["spec"]["workerGroupSpecs"]
+    assert [group["replicas"] for group in groups] == [3, 0]
+    assert groups[0]["scaleStrategy"] == leaving
+    assert "scaleStrategy" not in groups[1]
+    assert groups[0]["template"]["metadata"]["labels"]["team"] == "search"
+
+
 def test_slo_state_outlives_an_uninstall_and_is_found_again(cluster: HelmCluster) -> None:
     cluster.install(STILL)
     with cluster.api.client() as whole:

@@ -82,5 +82,5 @@ async def test_a_worker_announces_itself_over_tls(address: str, authority: Autho
 def test_each_part_of_a_cluster_gets_its_own_folder() -> None:
     cluster = ClusterConfig(tls_dir="/certificates")
     assert cluster.tls_dir_of(Part.CONTROLLER) == "/certificates/controller"
-    assert WorkerConfigs(cluster, "", 2)("decode-0", Role.DECODE).tls_dir == "/certificates/worker"
-    assert WorkerConfigs(ClusterConfig(), "", 2)("decode-0", Role.DECODE).tls_dir == ""
+    assert WorkerConfigs(cluster, "", lambda role: 2)("decode-0", Role.DECODE).tls_dir == "/certificates/worker"
+    assert WorkerConfigs(ClusterConfig(), "", lambda role: 2)("decode-0", Role.DECODE).tls_dir == ""

@@ -141,7 +141,7 @@ def test_a_fleet_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> N
     wishes = Member(
         "decode-7", Role.BOTH, draining=True, after_drain=AfterDrain.END, tuning=Tuning(1, 2, 3), extra=True
     )
-    fleet = SavedFleet((wishes,), frozenset(), ("decode-3",), {"decode": 8}, 512)
+    fleet = SavedFleet((wishes,), frozenset(), ("decode-3",), {"decode": 8}, 512, {"decode": 2})
     FleetStore(file).save(fleet)
     assert FleetStore(file).load() == fleet
     earlier = {"worker_id": "decode-0", "role": 2, "state": "ready", "epoch": 5, "address": "a:1"}

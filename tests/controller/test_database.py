@@ -150,3 +150,38 @@ def test_sqlite_files_of_earlier_releases_keep_their_versions(tmp_path: Path) ->
     old.close()
     current = ControlStore(SQLite(tmp_path / "slo.sqlite"), lambda: 9.0).slo.current()
     assert (current.version, current.who, current.at_unix_s, current.value[0].ttft_ms) == (7, "ann", 3.0, 5.0)
+
+
+def test_a_url_may_be_in_a_file_as_a_secret_is_mounted(tmp_path: Path) -> None:
+    secret = tmp_path / "url"
+    secret.write_text(f"sqlite://{tmp_path}/there.sqlite\n")
+    database = open_database(f"file://{secret}")
+    assert database.name == f"{tmp_path}/there.sqlite"
+    migrate(database, "numbers", TABLE)
+    assert (tmp_path / "there.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("holds", "says"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"postgres-password: hunter2", "holds no URL of a database"),
+        (b"file:///etc/hunter2", "holds no URL of a database"),
+        (b"\xff hunter2", "is not text"),
+    ],
+)
+def test_a_file_of_no_url_is_refused_and_what_it_holds_is_not_told(
+    holds: bytes | None, says: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "url"
+    if holds is not None:
+        secret.write_bytes(holds)
+    with pytest.raises(ConfigError, match=says) as refused:
+        open_database(f"file://{secret}")
+    assert "hunter2" not in refused.value.message
+    assert str(secret) in refused.value.message
+
+
+def test_a_file_of_a_url_must_be_named_from_the_root() -> None:
+    with pytest.raises(ConfigError, match="give an absolute path"):
+        open_database("file://secrets/url")

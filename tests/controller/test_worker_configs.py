@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from baton.config import ClusterConfig, EmulationConfig, EngineConfig
 from baton.request import Role
-from router.controller.ray_fleet import WorkerConfigs
+from router.controller.ray_fleet import WorkerConfigs, shared_out
 
 
 def test_a_pool_s_workers_have_its_kv_dtype_and_all_else_in_common() -> None:
     cluster = ClusterConfig(prefill=1, decode=2, both=1, decode_kv_cache_dtype="fp8", engine=EngineConfig(num_blocks=7))
-    make_config = WorkerConfigs(cluster, "127.0.0.1:1", num_cores=8)
+    make_config = WorkerConfigs(cluster, "127.0.0.1:1", shared_out(cluster, num_cores=8))
     workers = [make_config(f"{role.name.lower()}-0", role) for role in Role]
     dtypes = {worker.worker_id: worker.engine.kv_dtype(worker.model.dtype) for worker in workers}
     assert dtypes == {"prefill-0": "float32", "decode-0": "float8_e4m3", "both-0": "float32"}
@@ -17,7 +17,7 @@ def test_a_pool_s_workers_have_its_kv_dtype_and_all_else_in_common() -> None:
 
 
 def test_workers_flip_only_among_those_that_keep_kv_alike() -> None:
-    alike = WorkerConfigs(ClusterConfig(emulation=EmulationConfig(gpu="h100", tp=4)), "127.0.0.1:1", num_cores=8)
+    alike = WorkerConfigs(ClusterConfig(emulation=EmulationConfig(gpu="h100", tp=4)), "127.0.0.1:1", lambda role: 2)
     assert {alike.shape_of(role) for role in Role} == {"4xh100"}
-    apart = WorkerConfigs(ClusterConfig(decode_kv_cache_dtype="fp8"), "127.0.0.1:1", num_cores=8)
+    apart = WorkerConfigs(ClusterConfig(decode_kv_cache_dtype="fp8"), "127.0.0.1:1", lambda role: 2)
     assert [apart.shape_of(role) for role in Role] == ["cpu-float32", "cpu-float8_e4m3", "cpu-float32"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ParamSpec
 
 import grpc
 import pytest
@@ -20,6 +18,7 @@ from engine.emulated_runner import emulated_answer
 from engine.timing.step_time import Batch
 from tests.integration.fleet_rig import Fleet, WorkerProcess, fleet, stopping
 from tests.router.router_rig import until
+from tests.slow_clock import Slowed
 from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_model
 
 TIME_SCALE = 10.0  # a decode step of the 70B on 4 H100 takes about 0.1 s then: 2 cores of CI keep up
@@ -27,20 +26,7 @@ EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=
 NUM_PROMPT_TOKENS = 1_200
 NUM_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-P = ParamSpec("P")
 GENEROUS = 2.0  # how much longer a busy machine may make what should take a given time
-
-
-def by_the_workers_clock(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """The test's own loop, with router and controller in it, is as slow as the workers."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(clock, "_scale", TIME_SCALE)
-            clock.run(test(*args, **kwargs))
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +62,7 @@ def emulated_ms(batch: Batch) -> float:
     return 1e3 * emulated_model(EMULATION).step_time().step_s(batch)
 
 
-@by_the_workers_clock
+@Slowed(TIME_SCALE)
 async def test_times_are_the_timing_module_s_and_tokens_the_sequence_s_own(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +84,7 @@ async def test_times_are_the_timing_module_s_and_tokens_the_sequence_s_own(
     assert timings.transport.startswith("emulated over ")
 
 
-@by_the_workers_clock
+@Slowed(TIME_SCALE)
 async def test_streams_that_share_steps_and_network_cards_stay_exact(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -113,7 +99,7 @@ async def test_streams_that_share_steps_and_network_cards_stay_exact(
     assert "emulated over " in status
 
 
-@by_the_workers_clock
+@Slowed(TIME_SCALE)
 async def test_the_controller_sees_goodput_of_both_pools_and_what_steps_computed(
     pair: tuple[WorkerProcess, WorkerProcess], model_dir: Path, tmp_path: Path
 ) -> None:

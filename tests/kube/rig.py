@@ -7,7 +7,8 @@
         calls.check()
 
 Workers are emulated GPUs (1-2 s to start, 90 MB each): times are the GPUs', five times slower, tokens exact. Controllers are
-processes of their own, the router is on the test's event loop, pods are the fake kubelet's.
+processes of their own, the router is on the test's event loop, which must go by the same clock
+(`@Slowed(EMULATION.time_scale)`), pods are the fake kubelet's.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ GPU = "nvidia.com/gpu"
 PACE = 0.1  # of what Kubernetes waits for
 TICK_S = 0.4  # two seconds here: of the autoscaler, which is frozen
 WORKER_PORT = 7_100
+REVISION = "baton.dev/config"  # the annotation by which the chart makes new pods of a new configuration
 NUM_TOKENS = 30  # of an answer: 1.5 s
+ENGINE = EngineConfig(num_blocks=2_000, chunk_tokens=2_048)
 
 
 def worker_set(
@@ -207,6 +210,10 @@ class KubeRig:
     def size(self, home: str) -> int:
         return int(self.api.verbs.get(STATEFUL_SETS, NAMESPACE, f"{FULLNAME}-{home}")["spec"]["replicas"])
 
+    def revisions(self) -> set[str]:
+        """That the annotations of worker pods name."""
+        return {p["metadata"].get("annotations", {}).get(REVISION, "") for p in self.pods().values()}
+
     # -- what a test asks for ----------------------------------------------------------------------------------------
 
     async def admin(self, method: str, path: str, body: object = None) -> Any:
@@ -220,6 +227,13 @@ class KubeRig:
                     if answer.status_code != 503 or answer.content:
                         return answer.json()
         return {}
+
+    def upgrade(self, revision: str) -> None:
+        """As `helm upgrade` does: both sets have another template."""
+        annotations = {"spec": {"template": {"metadata": {"annotations": {REVISION: revision}}}}}
+        for home in ("prefill", "decode"):
+            name = f"{FULLNAME}-{home}"
+            self.api.verbs.patch(STATEFUL_SETS, NAMESPACE, name, "application/merge-patch+json", annotations)
 
     async def until(self, holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> float:
         """Seconds that it took."""
@@ -306,7 +320,9 @@ def _changed(cluster: ClusterConfig, admin_port: int, folder: Path) -> ClusterCo
     return replace(cluster, controller=replace(cluster.controller, admin_port=admin_port, run_dir=str(folder)))
 
 
-def config_of(api: FakeApi, folder: Path, prefill: int, decode: int, control_port: int, **more: Any) -> ClusterConfig:
+def config_of(
+    api: FakeApi, folder: Path, prefill: int, decode: int, control_port: int, engine: EngineConfig, **more: Any
+) -> ClusterConfig:
     """What the chart would render; `more`: of KubernetesConfig."""
     token = folder / "token"
     token.write_text(api.admin_token)
@@ -315,7 +331,7 @@ def config_of(api: FakeApi, folder: Path, prefill: int, decode: int, control_por
         prefill=prefill,
         decode=decode,
         model=ModelConfig(path=str(model), served_name="emulated"),
-        engine=EngineConfig(num_blocks=2_000, chunk_tokens=2_048),
+        engine=engine,
         kv=KVTransferConfig(mode="staged", frame_bytes=64 << 10, num_slots=4),
         emulation=EMULATION,
         controller=ControllerConfig(control_port=control_port, planner="", mode="frozen", tick_s=TICK_S),
@@ -340,6 +356,7 @@ async def kube_rig(
     decode: int = 1,
     nodes: Sequence[Node] = (Node("gpu-1", {GPU: 8}),),
     manifests: Sequence[Json] = (),
+    engine: EngineConfig = ENGINE,
     **kubernetes: Any,
 ) -> AsyncIterator[KubeRig]:
     """A release that serves. `manifests`: more objects; `kubernetes`: fields of KubernetesConfig."""
@@ -348,7 +365,7 @@ async def kube_rig(
     ray = PodRay(folder)
     door = RayDoor(ray, key.encode())
     with contextlib.closing(door), FakeApi() as api, FakeKubelet(api, ray.launch, nodes=nodes, pace=PACE) as kubelet:
-        cluster = config_of(api, folder, prefill, decode, control_port, **kubernetes)
+        cluster = config_of(api, folder, prefill, decode, control_port, engine, **kubernetes)
         address = cluster.kubernetes.control_address
         sets = [worker_set("prefill", prefill, address), worker_set("decode", decode, address)]
         maps = [config_map(f"{FULLNAME}-slo"), config_map(f"{FULLNAME}-fleet"), lease(f"{FULLNAME}-controller")]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baton.request import Role
 from router.controller.fleet_state import FAILED, Member
@@ -90,3 +95,67 @@ def test_a_worker_that_fails_on_a_pod_that_runs_is_the_worker_s_own_condition() 
     member = Member("demo-decode-0", Role.DECODE, FAILED, "no such model")
     [one] = conditions(Symptoms({running.name: running}, [member]))
     assert (one.kind, one.message) == (kinds.SICK, "no such model")
+
+
+def all_conditions() -> list[Condition]:
+    running = pod("demo-decode-9", phase="Running", podIP="10.0.0.1")
+    quota = [Happened("FailedCreate", "exceeded quota", "demo-decode", 1, "2026-01-01T00:00:00Z")]
+    pods = {kind: replace(one, name=kind) for kind, one in CASES.items()}
+    return conditions(
+        Symptoms(
+            pods | {running.name: running},
+            [Member(running.name, Role.DECODE, FAILED, "no such model")],
+            [Short("demo-decode", 1, quota)],
+            api_silence_s=60.0,
+            head_away="away",
+            over_budget="too many",
+            upgrade_paused="why",
+        )
+    )
+
+
+def paths(values: object, *above: str) -> Iterator[tuple[str, ...]]:
+    """Of every value, and of every map of them."""
+    yield above
+    for key, value in values.items() if isinstance(values, dict) else ():
+        yield from paths(value, *above, key)
+
+
+VALUES = set(paths(yaml.safe_load((Path(__file__).parents[2] / "deploy/helm/baton/values.yaml").read_text())))
+
+
+def is_value(said: str) -> bool:
+    """Some path of the values ends so; `<role>` and `*` stand for any one name."""
+    names = said.split(".")
+    return any(
+        len(path) >= len(names)
+        and all(n in ("<role>", "*") or n == p for n, p in zip(names, path[-len(names) :], strict=True))
+        for path in VALUES
+    )
+
+
+def values_named(text: str) -> list[str]:
+    """Words that can be nothing else: with dots, or with capitals inside."""
+    return re.findall(r"\b[a-z]+(?:[A-Z]\w*|(?:[A-Z]\w*)?(?:\.(?:<role>|\*|[a-z]\w*))+)", text)
+
+
+def test_each_value_that_a_remedy_names_is_one_of_the_chart_s() -> None:
+    found = all_conditions()
+    assert {one.kind for one in found} == set(kinds.KINDS)
+    named = {name for one in found for name in values_named(one.remedy)}
+    assert {"image.registry", "image.pullSecrets", "pools.<role>.memory"} <= named
+    assert [name for name in named if not is_value(name)] == []
+
+
+def test_each_value_that_the_guide_names_as_a_remedy_is_one_of_the_chart_s() -> None:
+    guide = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    tables = guide.partition("\n## Conditions")[2].partition("\n## When something is odd")[0]
+    named = {name for quoted in re.findall(r"`([^`]+)`", tables) for name in values_named(quoted)}
+    assert {"scaler.pendingSeconds", "pools.*.memory"} <= named
+    assert [name for name in named if not is_value(name)] == []
+
+
+@pytest.mark.parametrize("wrong", ["image.repository", "imagePullSecrets", "hostMemory", "pools.<role>.hostMemory"])
+def test_a_value_that_the_chart_lacks_is_told_from_one_that_it_has(wrong: str) -> None:
+    assert values_named(f"check {wrong}, or the tag") == [wrong]
+    assert not is_value(wrong)

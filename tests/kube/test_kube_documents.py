@@ -237,6 +237,6 @@ def test_seeds_that_make_no_sense_are_refused_by_name(tmp_path: Path, classes: l
 
 
 def test_bounds_of_values_are_the_first_budget() -> None:
-    config = KubernetesConfig(prefill_min=0, prefill_max=4, decode_min=2)
-    budget = seeded_budget(config, Budget(16))
-    assert (budget.max_gpus, budget.prefill, budget.decode) == (16, PoolBounds(0, 4), PoolBounds(2, None))
+    config = KubernetesConfig(prefill_min=0, prefill_max=4, decode_min=2, both_min=1, both_max=3)
+    expected = Budget(16, prefill=PoolBounds(0, 4), decode=PoolBounds(2, None), both=PoolBounds(1, 3))
+    assert seeded_budget(config, Budget(16)) == expected

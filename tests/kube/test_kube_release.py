@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from router.controller.kube import care, conditions, fleet, pods, status, upgrad
 from router.controller.kube import platform as kube_platform
 from router.controller.pool_orders import Order
 from router.controller.settings import PoolBounds
+from tests.kube.fake_api_faults import Fault
 from tests.kube.fake_api_resources import QUOTAS
 from tests.kube.fake_kubelet import Node
 from tests.kube.kube_release_rig import release_of
@@ -42,6 +44,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (status, "HOLD_S", 0.1),
         (upgrade, "SETS_S", 0.05),
         (upgrade, "STUCK_S", 0.3),
+        (upgrade, "AGAIN_S", 0.5),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -132,6 +135,51 @@ async def test_an_image_that_cannot_be_had_stops_the_upgrade_at_its_first_pod_an
         rig.upgrade("baton-worker:1")
         await rig.until(lambda: rig.images() == dict.fromkeys(ALL, "baton-worker:1") and rig.serving() == ALL)
         await rig.until(lambda: not rig.conditions())
+
+
+async def test_a_surge_that_no_node_can_hold_costs_no_pool_a_pod_and_the_pause_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    async with release_of(tmp_path, prefill=1, decode=2, gpus=3, pending_s=0.5) as rig:
+        rig.upgrade("baton-worker:2")
+        smallest = 2
+
+        def is_paused() -> bool:
+            nonlocal smallest
+            smallest = min(smallest, rig.size("decode"))
+            return conditions.UPGRADE_PAUSED in rig.conditions()
+
+        await rig.until(is_paused)
+        said = rig.conditions()[conditions.UPGRADE_PAUSED]
+        assert "one more pod of prefill" in said
+        assert "given back: " in said
+        assert "Insufficient nvidia.com/gpu" in said
+        assert (smallest, rig.size("prefill"), rig.size("decode")) == (2, 1, 2)
+        rig.nodes.add_node(Node("node-2", {"nvidia.com/gpu": 1}))  # it asks again by itself
+        await rig.until(lambda: rig.images() == dict.fromkeys(ALL, "baton-worker:2") and rig.serving() == ALL)
+        await rig.until(lambda: (rig.size("prefill"), rig.size("decode")) == (1, 2))
+
+
+@pytest.mark.parametrize("trouble", [{"code": 503}, {"drop_answer": True}], ids=["refused", "answer lost"])
+async def test_one_error_of_the_server_at_a_surge_neither_stops_an_upgrade_nor_leaves_a_pod_behind(
+    tmp_path: Path, trouble: dict[str, Any]
+) -> None:
+    async with release_of(tmp_path, prefill=1, decode=1) as rig:
+        fault = rig.fake.faults.add(Fault(verb="update", resource="statefulsets/scale", times=1, **trouble))
+        rig.upgrade("baton-worker:2")
+        pods = {"demo-prefill-0", "demo-decode-0"}
+        await rig.until(lambda: rig.images() == dict.fromkeys(pods, "baton-worker:2") and rig.serving() == pods)
+        assert fault.hits == 1
+        await rig.until(lambda: (rig.size("prefill"), rig.size("decode")) == (1, 1))
+        assert rig.lowest == 2  # the surges came all the same
+
+
+async def test_a_surge_is_written_down_before_it_is_asked_for_and_a_successor_takes_it_back(tmp_path: Path) -> None:
+    async with release_of(tmp_path, prefill=1, decode=2) as rig:
+        await rig.controller.surge_from("decode", 1)  # as a leader that died then left it
+        saved = await asyncio.to_thread(rig.platform.api.config_map, "demo-fleet")
+        assert json.loads(saved.data["fleet.json"])["surged_from"] == {"decode": 1}
+        await rig.until(lambda: rig.size("decode") == 1 and rig.serving() == {"demo-prefill-0", "demo-decode-0"})
 
 
 # -- trouble ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Cluster:
     workers: dict[str, Worker]
     max_pods: int | None
     new_model: str = "new"
-    surged: dict[str, int] = field(default_factory=dict)
+    surged: set[str] = field(default_factory=set)
     most: int = 0
     fewest_serving: int = 10**9
 
@@ -44,11 +44,11 @@ class Cluster:
                 number = sum(one.home == home for one in self.workers.values())
                 made = worker(f"{home}-{number}", old=False, serves=False, model=self.new_model)
                 self.workers[made.name] = made
-                self.surged[home] = 1
+                self.surged.add(home)
             case Shrink(home):
                 number = sum(one.home == home for one in self.workers.values())
                 del self.workers[f"{home}-{number - 1}"]
-                self.surged[home] -= 1
+                self.surged.remove(home)
             case _:
                 pass
         serving = [one for one in self.workers.values() if one.serves]
@@ -98,6 +98,15 @@ def test_a_pool_of_one_pod_without_room_is_left_alone_and_says_what_it_takes() -
     assert "raise it by one worker" in wanted.why
 
 
+def test_a_pool_that_can_have_no_more_is_done_without_and_says_why_where_it_cannot_be() -> None:
+    refused = dict.fromkeys(HOMES, "the last one was given back: no node")
+    assert step(replace(cluster(2, 2, None).progress(), refused=refused)) == Replace("decode-0")
+    wanted = step(replace(cluster(1, 1, None).progress(), refused=refused))
+    assert isinstance(wanted, Pause)
+    assert wanted.why.endswith("and the last one was given back: no node")
+    assert wanted.lacks in HOMES
+
+
 def test_the_same_model_needs_no_second_cohort() -> None:
     """One more pod is enough where old and new workers may pair up."""
     there = cluster(1, 1, 3, new_model="old")
@@ -141,8 +150,8 @@ def test_a_release_that_does_not_come_up_takes_nobody_else_with_it_and_is_taken_
 def test_what_a_surge_added_stays_until_the_last_one_is_up() -> None:
     workers = [worker(name, old=False) for name in ("prefill-0", "decode-0", "decode-1")]
     late = replace(workers[1], serves=False)
-    assert step(Progress([workers[0], late, workers[2]], {"decode": 1}, 0, None)) == Wait("decode-0 is not up yet")
-    assert step(Progress(workers, {"decode": 1}, 0, None)) == Shrink("decode")
+    assert step(Progress([workers[0], late, workers[2]], {"decode"}, 0, None)) == Wait("decode-0 is not up yet")
+    assert step(Progress(workers, {"decode"}, 0, None)) == Shrink("decode")
 
 
 def test_nothing_old_is_nothing_to_do() -> None:

@@ -56,7 +56,7 @@ async def status(port: int, path: str) -> int:
         return (await client.get(f"http://127.0.0.1:{port}{path}")).status_code
 
 
-async def test_who_waits_lives_is_not_ready_and_leads_once_the_lease_is_free(
+async def test_who_waits_answers_its_probes_and_leads_once_the_lease_is_free(
     fake: FakeApi, calls: KubeCalls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stand_by, "_TRY_S", 0.02)

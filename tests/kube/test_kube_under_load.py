@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from baton.slo import DEFAULT_CLASSES, SLO
 from tests.kube.fake_api_resources import LEASES, PODS
 from tests.kube.kube_rig import FULLNAME, NAMESPACE
-from tests.kube.rig import KubeRig, kube_rig
+from tests.kube.rig import EMULATION, ENGINE, Called, Calls, KubeRig, kube_rig
+from tests.slow_clock import Slowed
+
+# Each starts eight processes or more, and waits for what takes seconds by a clock that is five times slower
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PREFILL, FIRST, SECOND = (f"{FULLNAME}-{name}" for name in ("prefill-0", "decode-0", "decode-1"))
 
@@ -30,7 +36,7 @@ def holder(rig: KubeRig) -> str:
     return str(rig.api.verbs.get(LEASES, NAMESPACE, f"{FULLNAME}-controller").get("spec", {}).get("holderIdentity", ""))
 
 
-@pytest.mark.slow  # 10 s on a quiet machine: eight processes start
+@Slowed(EMULATION.time_scale)
 async def test_a_scale_makes_and_ends_workers_and_no_stream_is_lost(tmp_path: Path) -> None:
     async with kube_rig(tmp_path) as rig, rig.calls() as calls:
         await scale(rig, 2)
@@ -43,7 +49,7 @@ async def test_a_scale_makes_and_ends_workers_and_no_stream_is_lost(tmp_path: Pa
     calls.check(at_least=4)
 
 
-@pytest.mark.slow
+@Slowed(EMULATION.time_scale)
 async def test_an_eviction_drains_the_worker_before_its_pod_ends(tmp_path: Path) -> None:
     async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
         await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
@@ -57,7 +63,7 @@ async def test_an_eviction_drains_the_worker_before_its_pod_ends(tmp_path: Path)
     calls.check(at_least=8)
 
 
-@pytest.mark.slow
+@Slowed(EMULATION.time_scale)
 async def test_a_pod_that_dies_takes_no_answer_along(tmp_path: Path) -> None:
     async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
         await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
@@ -73,14 +79,16 @@ async def test_a_pod_that_dies_takes_no_answer_along(tmp_path: Path) -> None:
     calls.check(at_least=8)
 
 
-@pytest.mark.slow
+@Slowed(EMULATION.time_scale)
 async def test_a_controller_that_is_killed_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
     async with kube_rig(tmp_path) as rig, rig.calls() as calls:
         first = holder(rig)
         rig.start_controller()
         await scale(rig, 2)
         rig.controllers[0].kill()
-        await rig.until(lambda: holder(rig) not in ("", first), "the second one holds the Lease")
+        await rig.until(
+            lambda: holder(rig) not in ("", first), "the second one holds the Lease", 120.0
+        )  # 12 s by their clock
         await rig.until(lambda: SECOND in rig.ready(), "what the first one had ordered is done")
         assert rig.size("decode") == 2
         await rig.until_led()
@@ -89,12 +97,12 @@ async def test_a_controller_that_is_killed_is_followed_by_one_that_goes_on(tmp_p
     calls.check(at_least=4)
 
 
-@pytest.mark.slow
+@Slowed(EMULATION.time_scale)
 async def test_an_api_server_that_is_away_stops_nobody(tmp_path: Path) -> None:
     async with kube_rig(tmp_path) as rig, rig.calls() as calls:
         workers = {name: worker.process.pid for name, worker in rig.ray.workers().items()}
         with rig.api.away(compact=True):
-            for _ in range(60):  # longer than the Lease runs
+            for _ in range(60):  # longer than the Lease runs, by the same clock
                 await asyncio.sleep(0.25)
                 assert rig.ready() == {PREFILL, FIRST}, rig.tell()
         await rig.until_led()
@@ -104,7 +112,7 @@ async def test_an_api_server_that_is_away_stops_nobody(tmp_path: Path) -> None:
     calls.check(at_least=10)
 
 
-@pytest.mark.slow
+@Slowed(EMULATION.time_scale)
 async def test_a_worker_that_dies_on_a_pod_that_lives_is_started_again_there(tmp_path: Path) -> None:
     async with kube_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
         before = uid(rig, FIRST)
@@ -113,3 +121,47 @@ async def test_a_worker_that_dies_on_a_pod_that_lives_is_started_again_there(tmp
         await rig.until(lambda: FIRST in rig.ready(), "another process serves")
         assert uid(rig, FIRST) == before
     calls.check(at_least=8)
+
+
+async def upgrade(rig: KubeRig, revision: str, pods: set[str]) -> None:
+    rig.upgrade(revision)
+    await rig.until(lambda: rig.revisions() == {revision}, f"all pods are of revision {revision}", 200.0)
+    await rig.until(lambda: rig.ready() == set(rig.pods()) == pods, "all serve, and what was added is gone")
+
+
+# At the GPUs' speed. A call that waits for a worker's place misses the first, one that shares an overfull batch the second
+TIGHT = SLO("tight", ttft_ms=500.0, tpot_ms=20.0)
+
+
+@pytest.mark.timeout(600)
+@Slowed(EMULATION.time_scale)
+async def test_an_upgrade_and_its_way_back_cost_no_stream_and_hardly_a_target(tmp_path: Path) -> None:
+    """Six callers on two decode workers of four places each: with one fewer, two of them would have to wait."""
+    small = replace(ENGINE, max_num_seqs=4)
+    async with kube_rig(tmp_path, prefill=2, decode=2, engine=small) as rig, rig.calls(6) as calls:
+        began = {name: uid(rig, name) for name in rig.pods()}
+        for revision in ("2", "1"):
+            await upgrade(rig, revision, set(began))
+        assert not {uid(rig, name) for name in began} & set(began.values())
+        assert await rig.num_moved() == 0
+    calls.check(at_least=50)
+    scale = EMULATION.time_scale  # callers look at the wall's clock
+    for what, times_s in (("ttft", [c.ttft_s for c in calls.done]), ("tpot", [c.tpot_s for c in calls.done])):
+        ms = sorted(1e3 * one / scale for one in times_s)
+        print(f"{what}: p50 {ms[len(ms) // 2]:.0f}, p99 {ms[len(ms) * 99 // 100]:.0f}, most {ms[-1]:.0f} ms")
+    shares = {
+        slo.name: calls.goodput(slo.ttft_ms * scale / 1e3, slo.tpot_ms * scale / 1e3)
+        for slo in (DEFAULT_CLASSES[0], TIGHT)
+    }
+    print(f"of the worst 20 of {len(calls.done)} calls in a row so many met their targets: {shares}")
+    assert min(shares.values()) >= 0.9, shares
+
+
+def test_the_goodput_of_a_while_is_that_of_its_worst_calls_in_a_row() -> None:
+    def called(ttft_s: float = 1.0, tpot_s: float = 0.1, wrong: str = "") -> Called:
+        return Called(0, 0.0, ttft_s, tpot_s, wrong, "d")
+
+    good = [called()] * 200
+    assert Calls([*good, called(ttft_s=9.0), called(tpot_s=0.9), called(wrong="lost"), *good]).goodput(2.0, 0.2) == 0.85
+    assert Calls([called(), called(ttft_s=9.0)]).goodput(2.0, 0.2) == 0.5
+    assert Calls(good).goodput(2.0, 0.2) == 1.0

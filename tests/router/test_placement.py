@@ -14,7 +14,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.request import Role
 from router.forecast import MIN_STEP_SAMPLES, StepModel, backlog
 from router.holds import Ledger
-from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, helps, look, place
+from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, NoPlace, helps, look, place
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot
 from router.rates import DEFAULT_PREFILL_TOKENS_PER_S, SAME_SPEED, PeerSpeed, Rates
 from router.worker_table import LinkView, WorkerSnapshot, WorkerTable, table_of
@@ -106,6 +106,41 @@ def test_the_same_fabric_is_preferred_while_load_is_about_equal() -> None:
     assert chosen(prefill("p0", fabric="east"), east, west).decode == "d0"
     assert chosen(prefill("p0"), east, west).decode == "d1", "nobody said where p0 is"
     assert chosen(prefill("p0", fabric="east"), replace(east, used_tokens=5_000), west).decode == "d1"
+
+
+def place_in_one_fabric(*workers: WorkerSnapshot) -> Choice | NoPlace:
+    table = WorkerTable(one_fabric=True)
+    for worker in workers:
+        table.put(table.add(), worker)
+    return place(table, PROMPT)
+
+
+def test_where_one_fabric_is_required_no_load_makes_up_for_another_one() -> None:
+    east, west = decode("d0", fabric="east", used_tokens=5_000), decode("d1", fabric="west")
+    found = place_in_one_fabric(prefill("p0", fabric="east"), east, west)
+    assert isinstance(found, Choice)
+    assert found.decode == "d0"
+    none = place_in_one_fabric(prefill("p0", fabric="east"), prefill("p1", fabric="north", state="lost"), west)
+    assert isinstance(none, NoPlace)
+    assert "p0 to d1 is refused (fabric 'east', not 'west')" in none.reason
+    unsaid = place_in_one_fabric(prefill("p0", fabric="east"), decode("d0"), west)
+    assert isinstance(unsaid, Choice)
+    assert unsaid.decode == "d0", "who says none may be on any"
+
+
+def test_a_worker_that_comes_back_on_another_fabric_is_paired_anew() -> None:
+    table = WorkerTable(one_fabric=True)
+    rows = [table.add(), table.add()]
+    table.put(rows[0], prefill("p0", fabric="east"))
+    there = decode("d0", fabric="west")
+    table.put(rows[1], there)
+    alone = place(table, PROMPT)
+    assert isinstance(alone, Choice)
+    assert alone.shape == "alone", "nobody fits it: it prefills for itself"
+    table.put(rows[1], replace(there, fabric="east"))
+    found = place(table, PROMPT)
+    assert isinstance(found, Choice)
+    assert (found.shape, found.decode) == ("remote", "d0")
 
 
 # -- local prefill -----------------------------------------------------------------------------------------------------

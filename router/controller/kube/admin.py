@@ -1,4 +1,4 @@
-"""What the admin endpoint says of the cluster: /leaderz for probes, /admin/v1/kubernetes for operators."""
+"""What the admin endpoint says of the cluster: /leaderz, whether this is the leader, and /admin/v1/kubernetes for operators."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class KubeApi:
             if event["type"] != "BOOKMARK":
                 yield event["type"], pod_of(event["object"])
 
-    def label(self, pod: Pod, labels: Mapping[str, str]) -> Pod:
-        """Raises: Conflict: it changed since, or is another pod of that name."""
+    def label(self, pod: Pod, labels: Mapping[str, str | None]) -> Pod:
+        """None takes one off. Raises: Conflict: it changed since, or is another pod of that name."""
         meta = {"labels": dict(labels), "resourceVersion": pod.version, "uid": pod.uid}
         body = {"metadata": meta}
         return pod_of(self.client.call("PATCH", f"{_CORE}/pods/{pod.name}", body, content_type=MERGE_PATCH))

@@ -135,12 +135,12 @@ def _of_pod(pod: Pod) -> Condition | None:
     if pod.phase == "Failed" and pod.reason == "Evicted":
         return Condition(
             EVICTED, about, pod.message or "the node was short of memory or disk",
-            "it comes back by itself; give pods more memory or ephemeral storage, or nodes more of it",
+            "it comes back by itself; raise pools.<role>.memory or modelCache.emptyDir.sizeLimit, or give nodes more",
         )  # fmt: skip
     if waiting.reason in _IMAGE:
         return Condition(
             IMAGE, about, f"{waiting.reason}: {waiting.message}",
-            "check image.repository, the tag or digest, and imagePullSecrets",
+            "check image.registry, image.worker (repository, tag, digest) and image.pullSecrets of the values",
         )  # fmt: skip
     if waiting.reason in _CONTAINER:
         return Condition(
@@ -152,7 +152,7 @@ def _of_pod(pod: Pod) -> Condition | None:
     if pod.last_end.reason == _OUT_OF_MEMORY:
         return Condition(
             OUT_OF_MEMORY, about, f"killed for memory, {pod.num_restarts} restarts; exit code {pod.last_end.exit_code}",
-            "raise the pool's memory limit, or lower hostMemory and the KV that is kept on the host",
+            "raise pools.<role>.memory of the values: the weights are in it once while they are loaded",
         )  # fmt: skip
     if waiting.reason == "CrashLoopBackOff" or pod.num_restarts > _CRASHES:
         return Condition(

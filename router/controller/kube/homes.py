@@ -64,9 +64,10 @@ class Homes:
         """`ready`: pods that are. What cannot be read stays as it was, and is said."""
         self._ready = ready
         for home, pool in self._pools.items():
+            began_s = self._now_s()
             try:
                 self._sizes[home] = await self._calls.run(partial(pool.pods.get, ready))
-                self._read_s[home] = self._now_s()
+                self._read_s[home] = began_s
             except BatonError as error:
                 log.warning("size_unknown", set=pool.pods.name, reason=error.message)
 

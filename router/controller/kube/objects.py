@@ -13,6 +13,8 @@ FLEET_LABEL = "baton.dev/fleet"
 HOME_LABEL = "baton.dev/home"
 ROLE_LABEL = "baton.dev/role"
 LLMD_ROLE_LABEL = "llm-d.ai/role"
+CONTROLLER_LABEL = "baton.dev/controller"  # on the pods of controllers: whose they are
+LEADS_LABEL = "baton.dev/leads"  # on the one that leads
 REVISION_LABEL = "controller-revision-hash"  # written by the StatefulSet controller
 JsonObject = Mapping[str, Any]
 

@@ -1,9 +1,9 @@
 """The cluster around one controller, put together: its client, Lease, documents, pods and pools.
 
     1. the client; nothing is asked yet
-    2. lead                           until this process holds the Lease (stand_by.py)
-    3. documents, fleets, machines    what main.py builds a controller from
-    4. look_after, until_lost         beside it, until another controller leads: then this one ends
+    2. lead                                until this process holds the Lease (stand_by.py)
+    3. documents, fleets, machines         what main.py builds a controller from
+    4. look_after, be_found, until_lost    beside it, until another controller leads: then this one ends
 
 Event loop only; what blocks runs on the threads of calls.py.
 """
@@ -35,6 +35,7 @@ from router.controller.kube.client import Client
 from router.controller.kube.documents import ConfigMapVersions
 from router.controller.kube.fleet import KubeFleet, shape_of
 from router.controller.kube.homes import Homes, configured
+from router.controller.kube.leader_label import LeaderLabel
 from router.controller.kube.lease import KubeLease
 from router.controller.kube.pods import PodTable, PodWatch
 from router.controller.kube.ray_cluster import RayClusterPool
@@ -63,15 +64,19 @@ _CARE_S = 1.0  # a control tick
 class Platform:
     """Of one release. Create it inside the event loop."""
 
-    def __init__(self, cluster: ClusterConfig) -> None:
-        """Raises: ConfigError: this is no pod, or what is configured cannot be used."""
+    def __init__(self, cluster: ClusterConfig, pod_name: str = "") -> None:
+        """`pod_name`: this process's; "" = the host's name, which in a pod is the same.
+
+        Raises: ConfigError: this is no pod, or what is configured cannot be used.
+        """
         self._cluster = cluster
         self._fullname = cluster.kubernetes.fullname
         self.client = Client(cluster.kubernetes)
         self.api = KubeApi(self.client)
         self.calls = KubeCalls()
-        holder = f"{socket.gethostname()}-{os.getpid()}"  # a pod's host name is its name
-        self.lease = KubeLease(self.api, f"{self._fullname}-controller", holder)
+        pod_name = pod_name or socket.gethostname()
+        self.lease = KubeLease(self.api, f"{self._fullname}-controller", f"{pod_name}-{os.getpid()}")
+        self._label = LeaderLabel(self.api, self.calls, self._fullname, pod_name, self.lease)
         self.fleets = ConfigMapFleet(self.api, f"{self._fullname}-fleet")
         self.pods = PodTable(self._on_pods)
         self._watch = PodWatch(self.api, self._fullname, self.pods)
@@ -126,11 +131,16 @@ class Platform:
             ):  # others' pods are others' to replace
                 await self._upgrade.look(pull)
 
+    async def be_found(self) -> None:
+        """For ever: the Service leads here while this one leads."""
+        await self._label.keep()
+
     async def until_lost(self, stop: asyncio.Event) -> None:
         """Set `stop` once another controller leads."""
         while not self.lease.is_lost:  # noqa: ASYNC110 - it is found out on another thread
             await asyncio.sleep(_LOOK_S)
         log.error("leads_no_more", leader=self.lease.holder_seen)
+        await self._label.withdraw()
         stop.set()
 
     def show(self, app: FastAPI, tokens: Callable[[], Sequence[Token]], registry: Registry) -> None:

@@ -15,8 +15,8 @@ calls; pools take turns, the one that is furthest behind first; and one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.request import Role
 
@@ -41,10 +41,11 @@ class Progress:
     """At one instant."""
 
     workers: Sequence[Worker]
-    surged: Mapping[str, int]  # pods by home that this upgrade has added
+    surged: Collection[str]  # homes to which this upgrade has added a pod
     num_spare: int | None  # pods that the GPU budget has room for; None: no bound
     goodput: float | None  # of late; None: nobody knows
     stuck: str = ""  # why a new worker does not come up, for too long
+    refused: Mapping[str, str] = field(default_factory=dict)  # by home: why no pod can be added to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Pause:
     why: str
+    lacks: str = ""  # the home that one more pod would help
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ def step(now: Progress) -> Step:
             f"{now.goodput:.0%} of calls meet their targets; below {GOODPUT_FLOOR:.0%} no worker is taken away"
         )
     home = _next_home(now.workers, old)
-    if home not in now.surged and (now.num_spare is None or now.num_spare > 0):
+    can_surge = home not in now.surged and home not in now.refused
+    if can_surge and (now.num_spare is None or now.num_spare > 0):
         return Surge(home)
     return _replace(now, [worker for worker in old if worker.home == home]) or _replace(now, old) or _no_way(now, home)
 
@@ -134,18 +137,17 @@ def _can_serve(workers: Sequence[Worker]) -> bool:
 def _no_way(now: Progress, home: str) -> Step:
     """The room that another pool's surge took is free once that pool is new."""
     unfinished = {worker.home for worker in now.workers if worker.is_old}
-    for other in sorted(name for name, number in now.surged.items() if number and name not in unfinished):
+    for other in sorted(set(now.surged) - unfinished):
         return Shrink(other)
-    return Pause(
-        f"without one more pod of {home} nobody would serve while its worker is replaced, and the GPU budget has no room:"
-        " raise it by one worker for the time of the upgrade"
-    )
+    no_room = "the GPU budget has no room: raise it by one worker for the time of the upgrade"
+    why = now.refused.get(home, no_room)
+    return Pause(f"without one more pod of {home} nobody would serve while its worker is replaced, and {why}", home)
 
 
 def _tidy(now: Progress) -> Step:
     """What was added goes once everybody else serves."""
-    if any(now.surged.values()) and (late := [worker.name for worker in now.workers if not worker.serves]):
+    if now.surged and (late := [worker.name for worker in now.workers if not worker.serves]):
         return Wait(f"{', '.join(late)} is not up yet")
-    for home in sorted(home for home, number in now.surged.items() if number):
+    for home in sorted(now.surged):
         return Shrink(home)
     return Done()

@@ -56,6 +56,7 @@ def seeded_budget(config: KubernetesConfig, budget: Budget) -> Budget:
         budget,
         prefill=bounds(config.prefill_min, config.prefill_max),
         decode=bounds(config.decode_min, config.decode_max),
+        both=bounds(config.both_min, config.both_max),
     )
 
 

@@ -1,9 +1,10 @@
 """A controller that does not lead yet: it holds nothing, serves nothing but its probes, and tries for the Lease.
 
-    /healthz   200: it lives
-    anything else, /leaderz among it: 503, so that no Service sends anybody here
+    /healthz   200: it lives and is ready to lead, which is all that its pod's Ready says
+    anything else, /leaderz among it: 503
 
-Routers and workers are the leader's alone: two views of one fleet would be one too many. Event loop only.
+The Service sends nobody here: it asks for the leader's label (leader_label.py). Routers and workers are the leader's alone: two
+views of one fleet would be one too many. Event loop only.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 else takes a pod.
 
     Replace    drained by order (RETURN: the next process takes work again), then evicted by name and uid, as budgets allow
-    Surge      through the levers, within the GPU budget; where it is refused, without
-    Shrink     through the levers: the last pod, drained first
+    Surge      through the levers, within the GPU budget; where it is refused or does not come up, without
+    Shrink     through the levers: the last pod, drained first, and only while the set has more than before its surge
 
-Whatever was begun is found again by what members and pods show, so a successor goes on with it; only what a surge added is in
-this process's records alone, and left to the autoscaler by a successor. Event loop only.
+Whatever was begun is found again by what members and pods show, so a successor goes on with it; the size before a surge is kept
+with the fleet, before the surge is asked for. Event loop only.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from router.controller.kube.rollout import Done, Pause, Progress, Replace, Shrin
 log = get_log("controller.kube.upgrade")
 
 SETS_S = 5.0  # between two looks at which revision sets want; an upgrade takes minutes
+AGAIN_S = 60.0  # an upgrade that cannot go on without a surge asks again: nodes and bounds change within minutes
 STUCK_S = 10.0  # a process that comes up again, or an image that is pulled again, needs less
 Pull = Callable[[Act, str], Awaitable[object]]  # through the levers; with a reason
 
@@ -62,7 +63,9 @@ class Upgrade:
         self._now_s = now_s
         self._sets: dict[str, PodSet] = {}  # by home
         self._read_s = float("-inf")
-        self._surged: dict[str, int] = {}
+        self._surged_s = float("-inf")  # when a surge was last asked for
+        self._hindered: dict[str, str] = {}  # by home: why the pod that its surge added does not serve; "" = it does
+        self._refused: dict[str, tuple[float, str]] = {}  # by home: since when no surge is to be had, and why
         self._draining_since_s: dict[str, float] = {}
         self._stuck_since_s: float | None = None
         self._said = ""
@@ -76,7 +79,7 @@ class Upgrade:
     def describe(self) -> str:
         """What it does; "" = none is under way."""
         match self._step:
-            case Wait(why) | Pause(why):
+            case Wait(why) | Pause(why, _):
                 return f"{'paused' if self.paused else 'waits'}: {why}"
             case Replace(worker):
                 return f"replaces {worker}"
@@ -92,6 +95,9 @@ class Upgrade:
         await self._read_sets()
         if not (self._sets and self._pods.is_known and self._homes.are_known):
             return
+        if self._now_s() - self._homes.age_s < self._surged_s:
+            return  # whether the last surge was written is yet to be read
+        self._note_surges()
         self._step = step(self._progress())
         if (said := self.describe()) != self._said:
             self._said = said
@@ -123,11 +129,29 @@ class Upgrade:
         ]
         return Progress(
             workers=workers,
-            surged=self._surged,
+            surged=self._controller.fleet.surged_from.keys(),
             num_spare=self._homes.num_spare(),
             goodput=self._goodput(),
             stuck=self._stuck([(member, pod) for member, pod in found if pod is not None and self._is_new(pod)]),
+            refused={home: why for home, (_, why) in self._refused.items()},
         )
+
+    def _note_surges(self) -> None:
+        """What a surge added and is gone was given back; what was asked for and never was there is asked for again."""
+        for home, before in self._controller.fleet.surged_from.items():
+            size = self._homes.size(home)
+            assert size is not None, "all are known"
+            if size.desired > before:
+                self._hindered[home] = self._hindrance(size.victims[0]) or self._hindered.get(home, "")
+                continue
+            self._controller.surge_is_over(home)
+            if (why := self._hindered.pop(home, None)) is not None:
+                self._refused[home] = (self._now_s(), f"the last one was given back: {why or 'nobody said why'}")
+
+    def _hindrance(self, name: str) -> str:
+        member, pod = self._controller.fleet.find(name), self._pods.by_name().get(name)
+        said = (pod.unschedulable or pod.waiting.reason) if pod else ""
+        return said or (member.reason if member else "")
 
     def _worker(self, member: Member, pod: Pod | None, home: str) -> Worker:
         """One whose pod is yet to be made will be new."""
@@ -163,21 +187,34 @@ class Upgrade:
             case Replace(worker_id):
                 await self._replace(worker_id)
             case Surge(home):
-                pool = self._homes.items()[home]
-                self._surged[home] = 0
-                with contextlib.suppress(InvalidRequest):  # a pool's own maximum: then without
-                    await pull(Create(pool.role, pool.shape), "one more while an upgrade takes others away")
-                    self._surged[home] = 1
+                await self._surge(home, pull)
             case Shrink(home):
                 size = self._homes.size(home)
                 assert size is not None, "all are known"
                 await pull(Drain(size.victims[0], or_another=False), "the upgrade is over")
-                self._surged[home] -= 1
+                self._hindered.pop(home, None)
+                self._controller.surge_is_over(home)
+            case Pause(lacks=home) if home in self._refused:
+                if self._now_s() - self._refused[home][0] >= AGAIN_S:
+                    del self._refused[home]
             case Done():
-                self._surged.clear()
+                self._refused.clear()
                 self._draining_since_s.clear()
             case Wait() | Pause():
                 pass
+
+    async def _surge(self, home: str, pull: Pull) -> None:
+        """Raises: BatonError: nobody knows whether it was written; the next look at the set shows it."""
+        pool, size = self._homes.items()[home], self._homes.size(home)
+        assert size is not None, "all are known"
+        await self._controller.surge_from(home, size.desired)
+        try:
+            await pull(Create(pool.role, pool.shape), "one more while an upgrade takes others away")
+        except InvalidRequest as error:  # a pool's own maximum: then without
+            self._controller.surge_is_over(home)
+            self._refused[home] = (self._now_s(), error.message)
+        finally:
+            self._surged_s = self._now_s()
 
     async def _replace(self, worker_id: str) -> None:
         """Drain it; once it has drained, let its pod be made anew."""

@@ -95,7 +95,7 @@
   {{- if and .ingress.enabled (not .ingress.host) -}}{{- $wrong = append $wrong "router.ingress.enabled: set router.ingress.host" -}}{{- end -}}
   {{- if and (or .gateway.http.enabled .gateway.grpc.enabled) (not .gateway.parentRefs) -}}{{- $wrong = append $wrong "router.gateway: name a Gateway in router.gateway.parentRefs" -}}{{- end -}}
   {{- if and .tls.clientCa (not .tls.secret) -}}{{- $wrong = append $wrong "router.tls.clientCa is set, but no router.tls.secret" -}}{{- end -}}
-  {{- if and $.Values.batch.enabled (or (gt (int .replicas) 1) .hpa.enabled) -}}{{- $wrong = append $wrong "batch.enabled: its rows are in a file of the claim, which one router pod may write; set router.replicas to 1 and router.hpa.enabled to false" -}}{{- end -}}
+  {{- if and $.Values.batch.enabled (not $.Values.database.existingSecret) (or (gt (int .replicas) 1) .hpa.enabled) -}}{{- $wrong = append $wrong "batch.enabled: its rows are in a file of the claim, which one router pod may write; set database.existingSecret, or router.replicas to 1 and router.hpa.enabled to false" -}}{{- end -}}
 {{- end -}}
 {{- if and .Values.batch.enabled (not .Values.batch.existingClaim) -}}{{- $wrong = append $wrong "batch.enabled: set batch.existingClaim" -}}{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
@@ -104,6 +104,7 @@
 {{- if and (eq .Values.scaler.type "hpa") (not .Values.metrics.prometheusRule.enabled) -}}
   {{- $wrong = append $wrong "scaler.type is hpa: it scales by metrics that the rules of metrics.prometheusRule.enabled record" -}}
 {{- end -}}
+{{- if and (eq .Values.fabric.policy "required") (not .Values.fabric.topologyKey) (not .Values.fabric.podLabel) -}}{{- $wrong = append $wrong "fabric.policy is required: set fabric.topologyKey, or fabric.podLabel where you place the pods yourself" -}}{{- end -}}
 {{- if and .Values.fabric.topologyKey (eq .Values.ray.mode "external") -}}{{- $wrong = append $wrong "fabric.topologyKey is set, but ray.mode is external: place those pods where they are made" -}}{{- end -}}
 {{- $seen := dict -}}
 {{- range .Values.slo.classes -}}
@@ -117,7 +118,7 @@
 
 {{- define "baton.checks.labels" -}}
 {{- $wrong := list -}}
-{{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "baton.dev/home" "baton.dev/fleet" "baton.dev/role" "llm-d.ai/role" -}}
+{{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "baton.dev/home" "baton.dev/fleet" "baton.dev/role" "baton.dev/controller" "baton.dev/leads" "llm-d.ai/role" -}}
 {{- range $key, $_ := .Values.commonLabels -}}
   {{- if has $key $ours -}}{{- $wrong = append $wrong (printf "commonLabels.%s: selectors use it; choose another key" $key) -}}{{- end -}}
 {{- end -}}

@@ -40,10 +40,13 @@ time_scale: {{ .Values.emulation.timeScale }}
 cost:
   usd_per_gpu_hour: {{ .Values.cost.usdPerGpuHour }}
   gpus_per_worker: {{ max 1 (include "baton.gpusPerWorker" . | int) }}
-batch:
-  enabled: {{ .Values.batch.enabled }}
+one_fabric: {{ eq .Values.fabric.policy "required" }}
+{{- end }}
+
+{{- define "baton.config.batch" -}}
+enabled: {{ .Values.batch.enabled }}
 {{- if .Values.batch.enabled }}
-  folder: /var/lib/baton/batch
+folder: /var/lib/baton/batch
 {{- end }}
 {{- end }}
 
@@ -52,6 +55,9 @@ batch:
 {{- $root := index . 0 -}}
 {{- include "baton.config.router" $root }}
 process_port: {{ add 9100 (index . 1) }}
+batch:
+  {{- include "baton.config.batch" $root | nindent 2 }}
+  database: {{ include "baton.databaseUrl" $root | quote }}
 tls_dir: {{ ternary "/etc/baton/tls/router" "" (eq (include "baton.internalTls" $root) "true") | quote }}
 model:
   {{- include "baton.config.model" $root | nindent 2 }}
@@ -71,7 +77,10 @@ kv:
   {{- include "baton.config.kv" . | nindent 2 }}
 router:
   {{- include "baton.config.router" . | nindent 2 }}
+  batch:
+    {{- include "baton.config.batch" . | nindent 4 }}
 controller:
+  database: {{ include "baton.databaseUrl" . | quote }}
   host: 0.0.0.0
   admin_port: 8001
   control_port: 7001
@@ -102,9 +111,12 @@ kubernetes:
   control_address: {{ include "baton.controlAddress" . | quote }}
   worker_port: 7100
   gpus_per_worker: {{ include "baton.gpusPerWorker" . }}
-  {{- range $name := list "prefill" "decode" }}
+  {{- $pods := get .Values.pools (ternary "both" "decode" .Values.pools.both.enabled) }}
+  {{- range $name := list "prefill" "decode" "both" }}
   {{- $pool := get $.Values.pools $name }}
-  {{ $name }}_shape: {{ include "baton.shape" $pool }}
+  {{- $kind := ternary $pool $pods $pool.enabled }}{{/* of whom plays a role that has no pool */}}
+  {{ $name }}_shape: {{ include "baton.shape" $kind }}
+  {{ $name }}_cores: {{ include "baton.cores" $kind.cpu }}
   {{ $name }}_min: {{ ternary $pool.replicas.min 0 $pool.enabled }}
   {{ $name }}_max: {{ $pool.replicas.max }}
   {{- end }}
@@ -113,11 +125,23 @@ kubernetes:
   slo_seed: /etc/baton/seed/slo.json
   slo_source: {{ .Values.slo.source }}
   llmd_labels: {{ .Values.llmdLabels }}
+  fabric_label: {{ default .Values.fabric.topologyKey .Values.fabric.podLabel | quote }}
+{{- end }}
+
+{{/* Where the URL is, which is a secret: a ConfigMap holds the path alone. */}}
+{{- define "baton.databaseUrl" -}}
+{{- if .Values.database.existingSecret }}file:///etc/baton/database/url{{ end -}}
 {{- end }}
 
 {{/* A name of a pool's hardware: pools whose pods are alike may flip. */}}
 {{- define "baton.shape" -}}
 {{- pick . "gpu" "cpu" "memory" "shmSize" "hugepages" "rdma" "env" "nodeSelector" "runtimeClass" | toJson | sha256sum | trunc 8 | printf "gpu-%s" -}}
+{{- end }}
+
+{{/* A quantity of CPU -> whole cores, at least one. */}}
+{{- define "baton.cores" -}}
+{{- $cpu := toString . -}}
+{{- if hasSuffix "m" $cpu }}{{ div (trimSuffix "m" $cpu | int64) 1000 | max 1 }}{{ else }}{{ floor (float64 $cpu) | int64 | max 1 }}{{ end -}}
 {{- end }}
 
 {{- define "baton.controlAddress" -}}

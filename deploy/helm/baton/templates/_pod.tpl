@@ -72,6 +72,21 @@ priorityClassName: {{ . }}
   secret: {secretName: {{ include "baton.rayTokenSecret" . }}, items: [{key: token, path: token}], defaultMode: 0440}
 {{- end }}
 
+{{- define "baton.volume.database" -}}
+{{- with .Values.database }}
+{{- if .existingSecret }}
+- name: database
+  secret: {secretName: {{ .existingSecret }}, items: [{key: {{ .key }}, path: url}], defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.mount.database" -}}
+{{- if .Values.database.existingSecret }}
+- {name: database, mountPath: /etc/baton/database, readOnly: true}
+{{- end }}
+{{- end }}
+
 {{/* -- the model -- */}}
 
 {{- define "baton.volume.model" -}}
