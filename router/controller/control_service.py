@@ -12,6 +12,7 @@ from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.controller import Controller, tune_pb
 from router.controller.fleet_state import Announcement
+from router.controller.lenders import lenders_for
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -60,6 +61,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.LeaveResponse:
         await self._trust.admit(context, Part.WORKER)
         return control_pb2.LeaveResponse(drained=await self._controller.leave(request.worker_id))
+
+    async def Lenders(
+        self,
+        request: control_pb2.LendersRequest,
+        context: grpc.aio.ServicerContext[control_pb2.LendersRequest, control_pb2.LendersResponse],
+    ) -> control_pb2.LendersResponse:
+        await self._trust.admit(context, Part.WORKER)
+        lenders = lenders_for(self._controller.fleet.members(), request.worker_id, request.fingerprint)
+        return control_pb2.LendersResponse(
+            workers=[
+                worker_pb2.Peer(worker_id=member.worker_id, epoch=member.epoch, address=member.address)
+                for member in lenders
+            ]
+        )
 
 
 def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
