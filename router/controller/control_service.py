@@ -13,6 +13,7 @@ from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.controller import Controller, tune_pb
 from router.controller.fleet_state import Announcement
 from router.controller.lenders import lenders_for
+from router.controller.starts import NO_WEIGHTS, SOURCES, StartUp
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -84,6 +85,8 @@ def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
         role = Role(record.role)
     except ValueError:
         raise InvalidRequest(f"role {record.role} is none of prefill, decode, both", field="worker.role") from None
+    source = record.weights_from if record.weights_from in SOURCES else NO_WEIGHTS  # a label: not whatever is sent
     return Announcement(
-        record.worker_id, record.epoch, record.address, role, record.pid, record.shape, record.fingerprint
-    )
+        record.worker_id, record.epoch, record.address, role, record.pid, record.shape, record.fingerprint,
+        StartUp(source, record.weights_s, record.start_s),
+    )  # fmt: skip
