@@ -23,6 +23,7 @@ class ModelConfig:
     served_name: str = ""  # "" = the model's own name
     dtype: str = "float32"  # compute dtype; fp32 is the fastest exact arithmetic on CPUs without AMX (DESIGN section 7)
     max_model_len: int = 0  # tokens; 0 = the model's own
+    weights_from: str = "auto"  # auto = a live worker that has them, else the files | files (docs/weights.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class WorkerConfig:
     outbox_bytes: int = 4 << 20  # per router and per link; beyond it, or 5 s behind, that Session or link is dropped
     outbox_s: float = 5.0
     fabric: str = ""  # a label of its network: routers prefer or require pairs within one; "" = all alike
+    # For all of its start; controller.worker_start_timeout_s where a controller starts it
+    start_timeout_s: float = 120.0
     drain_s: float = 600.0  # after SIGTERM, for what runs to end; DESIGN section 5
     parked_bytes: int = 64 << 20  # what clients may resume: 4,000 calls of 2k-token prompts (worker/parked.py)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -86,6 +86,7 @@ _LIMITS: Mapping[str, Limit] = {
     "decode_kv_cache_dtype": Limit("auto = engine.kv_cache_dtype", choices=_KV_DTYPES),
     "model.dtype": Limit("the compute dtypes of the engine", choices=_DTYPES),
     "model.max_model_len": Limit("tokens; 0 = the model's own", 0),
+    "model.weights_from": Limit("a live worker that has them, else the files", choices=("auto", "files")),
     "engine.block_size": Limit("tokens per block", 1, 256),
     "engine.num_blocks": Limit("0 = from engine.kv_memory_bytes", 0),
     "engine.kv_memory_bytes": Limit("one block of a small model takes about 1 MiB", 1 << 20),

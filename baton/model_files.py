@@ -23,8 +23,11 @@ from baton.model_fetch import fetch_model
 from baton.model_spec import ModelSpec
 from baton.model_store import KNOWN_MODELS, file_sha256, known_model_path, store_dir, write_atomically
 from baton.tokenizer_files import TOKENIZER_BUILD, tokenizer_from_gguf
+from baton.weights_digest import note_digest, noted_digest, stamp
 
-__all__ = ["ModelFiles", "fetch_model", "load_model_files"]
+__all__ = ["ModelFiles", "describe_model", "fetch_model", "load_model_files"]
+
+DIGEST_NOTE = "weights.digest.json"  # beside a Hugging Face model's files; a GGUF file's is named after it
 
 _MAX_JSON_BYTES = 64 << 20  # config and tokenizer files; the largest public tokenizer.json is 34 MB (Gemma 3)
 
@@ -58,6 +61,25 @@ def load_model_files(path_or_name: str) -> ModelFiles:
     )
 
 
+def describe_model(path_or_name: str) -> ModelFiles | None:
+    """Like `load_model_files`, but without reading weights: for who gets them elsewhere. They need not be there.
+
+    None where the weights' hash is not known without them: it is, of a model that is known by name, and where a note of it lies
+    beside the files (weights_digest.py).
+
+    Raises: ConfigError naming the file and what to do.
+    """
+    path = Path(path_or_name).expanduser()
+    if path_or_name in KNOWN_MODELS and not path.exists():
+        path, weights_hash = known_model_path(path_or_name), KNOWN_MODELS[path_or_name].sha256
+        return _describe_gguf(path, path_or_name, weights_hash) if path.is_file() else None
+    note = path / DIGEST_NOTE if path.is_dir() else _gguf_note(path)
+    digest = noted_digest(note)
+    if digest is None:
+        return None
+    return _describe_hf(path, digest) if path.is_dir() else _describe_gguf(path, path.stem, digest)
+
+
 def _load_known(name: str) -> ModelFiles:
     path = known_model_path(name)
     if not path.is_file():
@@ -68,9 +90,20 @@ def _load_known(name: str) -> ModelFiles:
 
 
 def _load_gguf(path: Path, name: str) -> ModelFiles:
+    before = stamp([path])
+    weights_hash = file_sha256(path)
+    files = _describe_gguf(path, name, weights_hash)
+    note_digest(_gguf_note(path), weights_hash, before)
+    return files
+
+
+def _gguf_note(path: Path) -> Path:
+    return path.with_name(f"{path.name}.digest.json")
+
+
+def _describe_gguf(path: Path, name: str, weights_hash: str) -> ModelFiles:
     header = read_gguf_header(path)
     spec = spec_from_gguf(header, path, name)
-    weights_hash = file_sha256(path)
     tokenizer_json = _side_file(path, f".{weights_hash[:16]}.v{TOKENIZER_BUILD}.tokenizer.json")
     if not tokenizer_json.is_file():
         write_atomically(tokenizer_json, tokenizer_from_gguf(header.metadata, path).to_str())
@@ -94,6 +127,17 @@ def _side_file(path: Path, suffix: str) -> Path:
 
 
 def _load_hf(path: Path) -> ModelFiles:
+    files = _describe_hf(path, "")
+    weights = _hf_weights(path)
+    for file in weights:
+        _check_safetensors(file)
+    before = stamp(weights)
+    digest = hashlib.sha256("".join(file_sha256(file) for file in weights).encode()).hexdigest()
+    note_digest(path / DIGEST_NOTE, digest, before)
+    return replace(files, spec=replace(files.spec, weights_hash=digest), weights=weights)
+
+
+def _describe_hf(path: Path, weights_hash: str) -> ModelFiles:
     config = _read_json(path / "config.json")
     generation_path = path / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
@@ -101,13 +145,9 @@ def _load_hf(path: Path) -> ModelFiles:
     tokenizer_json = path / "tokenizer.json"
     if not tokenizer_json.is_file():
         raise _unusable(f"{tokenizer_json} is missing: save the model's fast tokenizer there")
-    weights = _hf_weights(path)
-    for file in weights:
-        _check_safetensors(file)
-    digest = hashlib.sha256("".join(file_sha256(file) for file in weights).encode()).hexdigest()
     return ModelFiles(
-        spec=replace(spec, weights_hash=digest, tokenizer_hash=file_sha256(tokenizer_json)),
-        weights=weights,
+        spec=replace(spec, weights_hash=weights_hash, tokenizer_hash=file_sha256(tokenizer_json)),
+        weights=(),
         tokenizer_json=tokenizer_json,
         chat_template=_hf_chat_template(path),
         kind="hf",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
@@ -58,8 +59,11 @@ def load_torch_runner(
     dtype: str,
     num_blocks: int = 0,
     allocate: Callable[[int], memoryview] | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> TorchRunner:
     """Load the weights and make a KV cache of `num_blocks`, 0 = what `engine` says, in memory of `allocate` if given.
+
+    `weights`: those that are there already, all that the architecture needs; emptied.
 
     Raises: ConfigError naming the option, for a dtype we lack, a damaged file or too little memory.
     """
@@ -81,7 +85,8 @@ def load_torch_runner(
         )
     _check_memory(files, DTYPE_BYTES[dtype], num_blocks * layout.block_bytes)
     architecture = ARCHITECTURES[files.spec.architecture]
-    weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
+    if weights is None:
+        weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
     buffer = None if allocate is None else allocate(num_blocks * layout.block_bytes)
     model = architecture(files.spec, weights)
     attention = make_deterministic(model, engine.block_size) if engine.deterministic else None

@@ -24,7 +24,7 @@ from kv_transfer.core import PlaneCore
 from kv_transfer.events import KVEvent, KVLoad
 from kv_transfer.kv_views import wire_views
 from kv_transfer.loopback import PROCESS_NETWORK
-from kv_transfer.pair import PairStatus
+from kv_transfer.pair import PairStatus, WireView
 from kv_transfer.transfer_plan import check_frame_bytes
 
 _log = logging.getLogger(__name__)
@@ -119,9 +119,13 @@ class KVPlane:
         frame_bytes: int,
         num_slots: int,
         peer_dtype: str = "",
+        wire: WireView | None = None,
     ) -> None:
-        """See PlaneCore.connect; a peer that keeps KV in another dtype, "" = in ours, is sent that one."""
-        wire = self._views.get(peer_dtype)
+        """See PlaneCore.connect; a peer that keeps KV in another dtype, "" = in ours, is sent that one.
+
+        `wire`: for a pair that moves something else than our KV.
+        """
+        wire = wire or self._views.get(peer_dtype)
         self._post(partial(self._core.connect, peer, peer_epoch, address, pair_nonce, frame_bytes, num_slots, wire))
 
     def disconnect(self, peer: str) -> None:

@@ -1,20 +1,39 @@
-"""How a worker gets its model: the seam between the server and what computes."""
+"""How a worker gets its model: the seam between the server and what computes. The weights come from a live worker that has them,
+where there is one, else from the files."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from baton import clock
 from baton.config import WorkerConfig
-from baton.model_files import load_model_files
+from baton.log import get_log
+from baton.memory import available_memory_bytes
+from baton.model_files import ModelFiles, describe_model, load_model_files
 from baton.model_spec import ModelSpec
+from engine.loading.weight_manifest import WeightManifest, weight_manifest
 from engine.ports import Runner
+from kv_transfer.pages import PageSource, page_layout
+
+log = get_log("worker.loading")
+
+FROM_FILES, FROM_PEER = "files", "peer"
 
 
 def on_time() -> float:
     """The lateness of a real GPU, which takes the time it takes."""
     return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LendableWeights:
+    """A loaded model's weights for others that start."""
+
+    manifest: WeightManifest
+    pages: PageSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +45,60 @@ class LoadedModel:
     lateness: Callable[[], float] = (
         on_time  # of an emulated step, p99 of the last ones as a share of it; from any thread
     )
+    lendable: LendableWeights | None = None
+    weights_from: str = ""  # FROM_PEER | FROM_FILES; "" = it has none
+    weights_s: float = 0.0  # that they took to come and to be laid out
 
 
 Allocate: TypeAlias = Callable[
     [int], memoryview
 ]  # bytes wanted -> zeroed memory that peers may map, if the transport can
 LoadModel: TypeAlias = Callable[[WorkerConfig, Allocate], LoadedModel]
+# Fills memory of whole pages with a model's weights; False: nobody lends them, and it is not to be used
+Borrow: TypeAlias = Callable[[ModelSpec, WeightManifest, mmap.mmap], bool]
 
 
-def load_torch_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
-    """Read the model's files and weights; the KV cache lies in memory of `allocate`.
+def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | None = None) -> LoadedModel:
+    """Get weights, `borrow`ed if possible; the KV cache lies in memory of `allocate`.
 
     Raises:
         ConfigError: missing or damaged files, too little memory.
     """
-    from engine.torch_runner import load_torch_runner  # loads torch: only in processes that compute
+    from engine.loading.weight_image import WeightImage, tensors_of  # loads torch: only in processes that compute
+    from engine.models.architecture import ARCHITECTURES
+    from engine.torch_runner import load_torch_runner
 
-    files = load_model_files(config.model.path)
-    runner = load_torch_runner(files, config.engine, config.model.dtype, allocate=allocate)
-    return LoadedModel(replace(files.spec, numerics=runner.numerics), runner)
+    started_s = clock.now_s()
+    path, dtype = config.model.path, config.model.dtype
+
+    def manifest_of(spec: ModelSpec) -> WeightManifest:
+        return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype)
+
+    described = describe_model(path) if borrow is not None and config.model.weights_from == "auto" else None
+    weights = None
+    if borrow is not None and described is not None:
+        manifest = manifest_of(described.spec)
+        buffer = _borrowed(config, borrow, described, manifest)
+        weights = None if buffer is None else tensors_of(manifest, buffer)
+    files = load_model_files(path) if weights is None or described is None else described
+    weights_from = FROM_FILES if weights is None else FROM_PEER
+    runner = load_torch_runner(files, config.engine, dtype, allocate=allocate, weights=weights)
+    weights_s = clock.now_s() - started_s
+    manifest = manifest_of(files.spec)
+    pages = PageSource(page_layout(config.kv.frame_bytes), manifest.nbytes, WeightImage(runner.model, manifest).read)
+    spec = replace(files.spec, numerics=runner.numerics)
+    return LoadedModel(
+        spec, runner, lendable=LendableWeights(manifest, pages), weights_from=weights_from, weights_s=weights_s
+    )
+
+
+def _borrowed(config: WorkerConfig, borrow: Borrow, files: ModelFiles, manifest: WeightManifest) -> mmap.mmap | None:
+    from engine.loading.weight_image import weight_buffer
+
+    layout = page_layout(config.kv.frame_bytes)
+    nbytes = PageSource(layout, manifest.nbytes, lambda *_: None).num_blocks * layout.block_bytes
+    if 2 * nbytes > available_memory_bytes():  # the image, and the model that is made of it
+        log.warning("weights_not_borrowed", reason=f"{2 * nbytes >> 20} MiB must be free for it")
+        return None
+    buffer = weight_buffer(nbytes)
+    return buffer if borrow(files.spec, manifest, buffer) else None

@@ -21,10 +21,10 @@ from baton.errors import ConfigError
 from baton.log import configure
 from worker.engine_thread import favour_the_loop
 from worker.loading import LoadModel
-from worker.server import WorkerServer, load_model
+from worker.server import WorkerServer
 
 
-def main(load: LoadModel = load_model) -> int:
+def main(load: LoadModel | None = None) -> int:
     """Run one worker to its end. Returns the exit status. `load`: tests bring a runner of their own."""
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")

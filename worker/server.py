@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import mmap
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,17 +31,20 @@ from baton.peer_trust import Part, PeerTrust
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
+from engine.loading.weight_manifest import WeightManifest
 from kv_transfer.events import KVEvent
 from kv_transfer.plane import KVPlane, make_transport
 from worker.announcer import announce
 from worker.emulation import emulated_link, load_emulated_model
 from worker.host import RoleBuilder, WorkerHost
-from worker.loading import Allocate, LoadedModel, LoadModel, load_torch_model
+from worker.loading import Allocate, Borrow, LoadedModel, LoadModel, load_torch_model
 from worker.session_service import SessionService
+from worker.weight_borrower import borrow_weights
+from worker.weight_hello import weight_hello
+from worker.weight_lender import WeightLender
 
 log = get_log("worker.server")
 
-START_TIMEOUT_S = 120.0  # reading and dequantising a model's weights from a cold disk
 LOOPBACK_DEVICE = "lo"
 CLOSED_NETWORK = "UCX knows no passwords: who reaches it may write this process's memory; docs/security.md"
 STOP_GRACE_S = 1.0  # for streams to hear why they end; the Cancel bound of DESIGN section 5
@@ -56,9 +61,20 @@ def _load_builder(dotted: str) -> RoleBuilder:
     return builder
 
 
-def load_model(config: WorkerConfig, allocate: Allocate) -> LoadedModel:
+def load_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | None = None) -> LoadedModel:
     """Load what the configuration names: a model, or the emulation of one. Raises: ConfigError."""
-    return (load_emulated_model if config.emulation.gpu else load_torch_model)(config, allocate)
+    if config.emulation.gpu:
+        return load_emulated_model(config, allocate)
+    return load_torch_model(config, allocate, borrow)
+
+
+@dataclass(frozen=True, slots=True)
+class _StartUp:
+    """What is told of a start."""
+
+    weights_from: str  # LoadedModel's, as the next
+    weights_s: float
+    began_s: float  # clock.now_s
 
 
 class WorkerServer:
@@ -68,10 +84,11 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         on_fatal: Callable[[BaseException], None] | None = None,
-        load_model: LoadModel = load_model,
+        load: LoadModel | None = None,
     ) -> None:
+        """`load`: another way to a model than the configured one."""
         self._config = config
-        self._load_model = load_model
+        self._load = load
         self._on_fatal_user = on_fatal
         self.epoch = new_epoch()
         self.port = 0
@@ -81,6 +98,7 @@ class WorkerServer:
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._stop = asyncio.Event()
+        self._lender: WeightLender | None = None
 
     @property
     def address(self) -> str:
@@ -93,9 +111,11 @@ class WorkerServer:
             ConfigError: the model, memory, port or transport is not to be had; the message says what to do.
         """
         self._thread.start()
-        patience_s = START_TIMEOUT_S + clock.real_s(self._config.emulation.start_s)
+        patience_s = self._config.start_timeout_s + clock.real_s(self._config.emulation.start_s)
         if not self._started.wait(patience_s):
-            raise ConfigError(f"worker {self._config.worker_id} did not start within {patience_s:g} s")
+            raise ConfigError(
+                f"worker {self._config.worker_id} did not start within {patience_s:g} s; raise start_timeout_s"
+            )
         if self._start_error is not None:
             self._thread.join()
             raise self._start_error
@@ -151,6 +171,7 @@ class WorkerServer:
 
     async def _serve(self) -> None:
         config = self._config
+        started_s = clock.now_s()
         trust = PeerTrust(config.tls_dir, Part.WORKER)
         if config.kv.transport == "ucx" and config.kv.ucx_net_devices != LOOPBACK_DEVICE:
             log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
@@ -159,7 +180,7 @@ class WorkerServer:
             if config.emulation.gpu:
                 transport = emulated_link(config, transport)
             not_started.callback(transport.close)
-            model = self._load_model(config, transport.allocate)
+            model = await self._loop.run_in_executor(None, self._model, transport.allocate, trust)
             kv_cache = model.runner.kv_cache
             self.fingerprint = model.spec.fingerprint
             engine = LocalEngine(
@@ -188,19 +209,36 @@ class WorkerServer:
                 trust,
                 model.lateness,
             )
-            await self._serve_host(self._host, trust)
+            if model.lendable is not None:
+                hello = weight_hello(config, model.spec, model.lendable.manifest, self.epoch, plane.address)
+                self._lender = WeightLender(hello, model.lendable.pages, plane, config.kv, trust)
+            await self._serve_host(self._host, trust, _StartUp(model.weights_from, model.weights_s, started_s))
         finally:
             await self._loop.run_in_executor(None, plane.stop)
 
+    def _model(self, allocate: Allocate, trust: PeerTrust) -> LoadedModel:
+        """On a thread of its own: it takes long, and borrowed weights come through the loop."""
+
+        def borrow(spec: ModelSpec, manifest: WeightManifest, buffer: mmap.mmap) -> bool:
+            borrowing = borrow_weights(config, spec, manifest, buffer, trust)
+            return asyncio.run_coroutine_threadsafe(borrowing, self._loop).result()
+
+        config = self._config
+        return load_model(config, allocate, borrow) if self._load is None else self._load(config, allocate)
+
     def _forward_kv_event(self, event: KVEvent) -> None:
         """Called on the KV thread, which ends before the loop does."""
-        self._loop.call_soon_threadsafe(self._host.on_kv, event)
+        self._loop.call_soon_threadsafe(self._on_kv, event)
+
+    def _on_kv(self, event: KVEvent) -> None:
+        if self._lender is None or not self._lender.on_kv(event):
+            self._host.on_kv(event)
 
     def _forward_kv_failure(self, error: Exception) -> None:
         """Like _forward_kv_event."""
         self._loop.call_soon_threadsafe(self._on_fatal, error)
 
-    async def _serve_host(self, host: WorkerHost, trust: PeerTrust) -> None:
+    async def _serve_host(self, host: WorkerHost, trust: PeerTrust, start_up: _StartUp) -> None:
         grpc_wakeups.never_block()
         config = self._config
         server = grpc.aio.server(
@@ -208,6 +246,8 @@ class WorkerServer:
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(SessionService(host, trust), server)
         kv_pb2_grpc.add_KvLinkServicer_to_server(host.links, server)
+        if self._lender is not None:
+            kv_pb2_grpc.add_KvWeightsServicer_to_server(self._lender, server)
         checks = HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -218,8 +258,12 @@ class WorkerServer:
         host.start()
         try:
             await server.start()
-            announcer = asyncio.create_task(self._announce(host, trust), name="announce")
-            log.info("worker_ready", worker=config.worker_id, address=self.address, role=config.role)
+            start_s = clock.now_s() - start_up.began_s
+            announcer = asyncio.create_task(self._announce(host, trust, start_up, start_s), name="announce")
+            log.info(
+                "worker_ready", worker=config.worker_id, address=self.address, role=config.role, start_s=round(start_s, 3),
+                weights_from=start_up.weights_from, weights_s=round(start_up.weights_s, 3),
+            )  # fmt: skip
             self._started.set()
             await self._stop.wait()
             announcer.cancel()
@@ -227,7 +271,7 @@ class WorkerServer:
         finally:
             await asyncio.gather(server.stop(STOP_GRACE_S), host.stop())  # the server first: nobody may come back
 
-    async def _announce(self, host: WorkerHost, trust: PeerTrust) -> None:
+    async def _announce(self, host: WorkerHost, trust: PeerTrust, start_up: _StartUp, start_s: float) -> None:
         """Tell the controller where we are, as long as we serve."""
         config = self._config
 
@@ -240,6 +284,9 @@ class WorkerServer:
                 pid=os.getpid(),
                 state="ready",
                 fingerprint=self.fingerprint,
+                weights_from=start_up.weights_from,
+                weights_s=start_up.weights_s,
+                start_s=start_s,
             )
 
         if config.control_address:

@@ -33,6 +33,9 @@ class WorkerRecord(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_RESTARTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FROM_FIELD_NUMBER: _builtins.int
+    WEIGHTS_S_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     address: _builtins.str
@@ -44,6 +47,12 @@ class WorkerRecord(_message.Message):
     reason: _builtins.str
     fingerprint: _builtins.str
     num_restarts: _builtins.int
+    weights_from: _builtins.str
+    """peer | files; "" = it does not say"""
+    weights_s: _builtins.float
+    """that its weights took to come"""
+    start_s: _builtins.float
+    """begin of its start -> ready"""
     def __init__(
         self,
         *,
@@ -57,10 +66,13 @@ class WorkerRecord(_message.Message):
         reason: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         num_restarts: _builtins.int = ...,
+        weights_from: _builtins.str = ...,
+        weights_s: _builtins.float = ...,
+        start_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "fingerprint", b"fingerprint", "num_restarts", b"num_restarts", "pid", b"pid", "reason", b"reason", "role", b"role", "shape", b"shape", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "fingerprint", b"fingerprint", "num_restarts", b"num_restarts", "pid", b"pid", "reason", b"reason", "role", b"role", "shape", b"shape", "start_s", b"start_s", "state", b"state", "weights_from", b"weights_from", "weights_s", b"weights_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,6 +166,49 @@ class LeaveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
+
+@_typing.final
+class LendersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    fingerprint: _builtins.str
+    """of its model, numerics left out: those of the same come first"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendersRequest: _TypeAlias = LendersRequest  # noqa: Y015
+
+@_typing.final
+class LendersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Peer]: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_worker_pb2.Peer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendersResponse: _TypeAlias = LendersResponse  # noqa: Y015
 
 @_typing.final
 class SloClass(_message.Message):

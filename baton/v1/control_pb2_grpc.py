@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Lenders = channel.unary_unary(
+                '/baton.v1.Control/Lenders',
+                request_serializer=baton_dot_v1_dot_control__pb2.LendersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.LendersResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -87,6 +92,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lenders(self, request, context):
+        """A starting worker asks who may have the weights of its model in memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=baton_dot_v1_dot_control__pb2.LeaveRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Lenders': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lenders,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.LendersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.LendersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Control:
             '/baton.v1.Control/Leave',
             baton_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lenders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Lenders',
+            baton_dot_v1_dot_control__pb2.LendersRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.LendersResponse.FromString,
             options,
             channel_credentials,
             insecure,

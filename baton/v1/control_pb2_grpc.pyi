@@ -39,6 +39,8 @@ class ControlStub:
     """A router reports what its clients saw; totals since the router's start."""
     Leave: _grpc.UnaryUnaryMultiCallable[_control_pb2.LeaveRequest, _control_pb2.LeaveResponse]
     """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
+    Lenders: _grpc.UnaryUnaryMultiCallable[_control_pb2.LendersRequest, _control_pb2.LendersResponse]
+    """A starting worker asks who may have the weights of its model in memory."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -51,6 +53,8 @@ class ControlAsyncStub(ControlStub):
     """A router reports what its clients saw; totals since the router's start."""
     Leave: _aio.UnaryUnaryMultiCallable[_control_pb2.LeaveRequest, _control_pb2.LeaveResponse]  # type: ignore[assignment]
     """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
+    Lenders: _aio.UnaryUnaryMultiCallable[_control_pb2.LendersRequest, _control_pb2.LendersResponse]  # type: ignore[assignment]
+    """A starting worker asks who may have the weights of its model in memory."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +88,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.LeaveResponse, _abc.Awaitable[_control_pb2.LeaveResponse]]:
         """A worker's machine is about to take it down: it drains, and the next process of that worker takes work again. Asked until drained."""
+
+    @_abc_1.abstractmethod
+    def Lenders(
+        self,
+        request: _control_pb2.LendersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LendersResponse, _abc.Awaitable[_control_pb2.LendersResponse]]:
+        """A starting worker asks who may have the weights of its model in memory."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,53 +25,59 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x81\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x16\n\x0enum_components\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\x96\x03\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0bucx_address\x18\x04 \x01(\x0c\x12\x14\n\x0cweights_hash\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x0c\n\x04rope\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0f\n\x07tp_rank\x18\n \x01(\r\x12\x0f\n\x07tp_size\x18\x0b \x01(\r\x12\x13\n\x0b\x66rame_bytes\x18\x0c \x01(\r\x12\x11\n\tnum_slots\x18\r \x01(\r\x12\x14\n\x0crequire_rdma\x18\x0e \x01(\x08\x12\x16\n\x0etransport_kind\x18\x0f \x01(\t\x12\x12\n\npair_nonce\x18\x10 \x01(\x06\x12\x13\n\x0bspeculation\x18\x11 \x01(\t\x12\x10\n\x08numerics\x18\x13 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\t\":\n\x0cHelloRefused\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0c\n\x04mine\x18\x02 \x01(\t\x12\r\n\x05yours\x18\x03 \x01(\t\"\x1e\n\tLinkReady\x12\x11\n\ttransport\x18\x01 \x01(\t\"=\n\x07Reserve\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"x\n\x06Ticket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12num_leading_blocks\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\")\n\x05Grant\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"A\n\x0eReserveRefused\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"q\n\x06\x43ommit\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x12\n\nnum_frames\x18\x04 \x01(\r\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\"&\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"c\n\x04Nack\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x16\n\x0emissing_frames\x18\x03 \x03(\r\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"?\n\x0c\x43\x61ncelTicket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"Q\n\nTicketLost\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\"\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"G\n\x04Pull\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\"A\n\nPullAnswer\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"+\n\x08PullDone\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"-\n\nLiveTicket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"E\n\x08LinkPing\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\x12\"\n\x04live\x18\x03 \x03(\x0b\x32\x14.baton.v1.LiveTicketJ\x04\x08\x02\x10\x03\"\x1b\n\x08LinkPong\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\"\xfa\x05\n\x0bLinkMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12/\n\rhello_refused\x18\x02 \x01(\x0b\x32\x16.baton.v1.HelloRefusedH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.baton.v1.LinkReadyH\x00\x12$\n\x07reserve\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05grant\x18\x05 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x33\n\x0freserve_refused\x18\x06 \x01(\x0b\x32\x18.baton.v1.ReserveRefusedH\x00\x12\"\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12\x1c\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\r.baton.v1.AckH\x00\x12\x1e\n\x04nack\x18\t \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12(\n\x06\x63\x61ncel\x18\n \x01(\x0b\x32\x16.baton.v1.CancelTicketH\x00\x12+\n\x0bticket_lost\x18\x0b \x01(\x0b\x32\x14.baton.v1.TicketLostH\x00\x12\"\n\x04ping\x18\x0c \x01(\x0b\x32\x12.baton.v1.LinkPingH\x00\x12\"\n\x04pong\x18\r \x01(\x0b\x32\x12.baton.v1.LinkPongH\x00\x12\x1e\n\x04pull\x18\x0e \x01(\x0b\x32\x0e.baton.v1.PullH\x00\x12+\n\x0bpull_answer\x18\x0f \x01(\x0b\x32\x14.baton.v1.PullAnswerH\x00\x12%\n\npull_grant\x18\x10 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\'\n\x0bpull_commit\x18\x11 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12#\n\tpull_nack\x18\x12 \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12\'\n\tpull_done\x18\x13 \x01(\x0b\x32\x12.baton.v1.PullDoneH\x00\x42\t\n\x07message2B\n\x06KvLink\x12\x38\n\x04Link\x12\x15.baton.v1.LinkMessage\x1a\x15.baton.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"Q\n\x07Weights\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\'\n\x07tensors\x18\x02 \x03(\x0b\x32\x16.baton.v1.WeightTensor\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\";\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"\x81\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x16\n\x0enum_components\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\xba\x03\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0bucx_address\x18\x04 \x01(\x0c\x12\x14\n\x0cweights_hash\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x0c\n\x04rope\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0f\n\x07tp_rank\x18\n \x01(\r\x12\x0f\n\x07tp_size\x18\x0b \x01(\r\x12\x13\n\x0b\x66rame_bytes\x18\x0c \x01(\r\x12\x11\n\tnum_slots\x18\r \x01(\r\x12\x14\n\x0crequire_rdma\x18\x0e \x01(\x08\x12\x16\n\x0etransport_kind\x18\x0f \x01(\t\x12\x12\n\npair_nonce\x18\x10 \x01(\x06\x12\x13\n\x0bspeculation\x18\x11 \x01(\t\x12\x10\n\x08numerics\x18\x13 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\t\x12\"\n\x07weights\x18\x14 \x01(\x0b\x32\x11.baton.v1.Weights\":\n\x0cHelloRefused\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0c\n\x04mine\x18\x02 \x01(\t\x12\r\n\x05yours\x18\x03 \x01(\t\"\x1e\n\tLinkReady\x12\x11\n\ttransport\x18\x01 \x01(\t\"=\n\x07Reserve\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"x\n\x06Ticket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12num_leading_blocks\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\")\n\x05Grant\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"A\n\x0eReserveRefused\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"q\n\x06\x43ommit\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x12\n\nnum_frames\x18\x04 \x01(\r\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\"&\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"c\n\x04Nack\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x16\n\x0emissing_frames\x18\x03 \x03(\r\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"?\n\x0c\x43\x61ncelTicket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"Q\n\nTicketLost\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\"\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.baton.v1.ErrorInfo\"G\n\x04Pull\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\"A\n\nPullAnswer\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"+\n\x08PullDone\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"-\n\nLiveTicket\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\"E\n\x08LinkPing\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\x12\"\n\x04live\x18\x03 \x03(\x0b\x32\x14.baton.v1.LiveTicketJ\x04\x08\x02\x10\x03\"\x1b\n\x08LinkPong\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x06\"\xfa\x05\n\x0bLinkMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12/\n\rhello_refused\x18\x02 \x01(\x0b\x32\x16.baton.v1.HelloRefusedH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.baton.v1.LinkReadyH\x00\x12$\n\x07reserve\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05grant\x18\x05 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x33\n\x0freserve_refused\x18\x06 \x01(\x0b\x32\x18.baton.v1.ReserveRefusedH\x00\x12\"\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12\x1c\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\r.baton.v1.AckH\x00\x12\x1e\n\x04nack\x18\t \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12(\n\x06\x63\x61ncel\x18\n \x01(\x0b\x32\x16.baton.v1.CancelTicketH\x00\x12+\n\x0bticket_lost\x18\x0b \x01(\x0b\x32\x14.baton.v1.TicketLostH\x00\x12\"\n\x04ping\x18\x0c \x01(\x0b\x32\x12.baton.v1.LinkPingH\x00\x12\"\n\x04pong\x18\r \x01(\x0b\x32\x12.baton.v1.LinkPongH\x00\x12\x1e\n\x04pull\x18\x0e \x01(\x0b\x32\x0e.baton.v1.PullH\x00\x12+\n\x0bpull_answer\x18\x0f \x01(\x0b\x32\x14.baton.v1.PullAnswerH\x00\x12%\n\npull_grant\x18\x10 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\'\n\x0bpull_commit\x18\x11 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12#\n\tpull_nack\x18\x12 \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12\'\n\tpull_done\x18\x13 \x01(\x0b\x32\x12.baton.v1.PullDoneH\x00\x42\t\n\x07message2B\n\x06KvLink\x12\x38\n\x04Link\x12\x15.baton.v1.LinkMessage\x1a\x15.baton.v1.LinkMessage(\x01\x30\x01\x32G\n\tKvWeights\x12:\n\x06\x42orrow\x12\x15.baton.v1.LinkMessage\x1a\x15.baton.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVLAYOUT']._serialized_start=55
-  _globals['_KVLAYOUT']._serialized_end=184
-  _globals['_HELLO']._serialized_start=187
-  _globals['_HELLO']._serialized_end=593
-  _globals['_HELLOREFUSED']._serialized_start=595
-  _globals['_HELLOREFUSED']._serialized_end=653
-  _globals['_LINKREADY']._serialized_start=655
-  _globals['_LINKREADY']._serialized_end=685
-  _globals['_RESERVE']._serialized_start=687
-  _globals['_RESERVE']._serialized_end=748
-  _globals['_TICKET']._serialized_start=750
-  _globals['_TICKET']._serialized_end=870
-  _globals['_GRANT']._serialized_start=872
-  _globals['_GRANT']._serialized_end=913
-  _globals['_RESERVEREFUSED']._serialized_start=915
-  _globals['_RESERVEREFUSED']._serialized_end=980
-  _globals['_COMMIT']._serialized_start=982
-  _globals['_COMMIT']._serialized_end=1095
-  _globals['_ACK']._serialized_start=1097
-  _globals['_ACK']._serialized_end=1135
-  _globals['_NACK']._serialized_start=1137
-  _globals['_NACK']._serialized_end=1236
-  _globals['_CANCELTICKET']._serialized_start=1238
-  _globals['_CANCELTICKET']._serialized_end=1301
-  _globals['_TICKETLOST']._serialized_start=1303
-  _globals['_TICKETLOST']._serialized_end=1384
-  _globals['_PULL']._serialized_start=1386
-  _globals['_PULL']._serialized_end=1457
-  _globals['_PULLANSWER']._serialized_start=1459
-  _globals['_PULLANSWER']._serialized_end=1524
-  _globals['_PULLDONE']._serialized_start=1526
-  _globals['_PULLDONE']._serialized_end=1569
-  _globals['_LIVETICKET']._serialized_start=1571
-  _globals['_LIVETICKET']._serialized_end=1616
-  _globals['_LINKPING']._serialized_start=1618
-  _globals['_LINKPING']._serialized_end=1687
-  _globals['_LINKPONG']._serialized_start=1689
-  _globals['_LINKPONG']._serialized_end=1716
-  _globals['_LINKMESSAGE']._serialized_start=1719
-  _globals['_LINKMESSAGE']._serialized_end=2481
-  _globals['_KVLINK']._serialized_start=2483
-  _globals['_KVLINK']._serialized_end=2549
+  _globals['_WEIGHTS']._serialized_start=54
+  _globals['_WEIGHTS']._serialized_end=135
+  _globals['_WEIGHTTENSOR']._serialized_start=137
+  _globals['_WEIGHTTENSOR']._serialized_end=196
+  _globals['_KVLAYOUT']._serialized_start=199
+  _globals['_KVLAYOUT']._serialized_end=328
+  _globals['_HELLO']._serialized_start=331
+  _globals['_HELLO']._serialized_end=773
+  _globals['_HELLOREFUSED']._serialized_start=775
+  _globals['_HELLOREFUSED']._serialized_end=833
+  _globals['_LINKREADY']._serialized_start=835
+  _globals['_LINKREADY']._serialized_end=865
+  _globals['_RESERVE']._serialized_start=867
+  _globals['_RESERVE']._serialized_end=928
+  _globals['_TICKET']._serialized_start=930
+  _globals['_TICKET']._serialized_end=1050
+  _globals['_GRANT']._serialized_start=1052
+  _globals['_GRANT']._serialized_end=1093
+  _globals['_RESERVEREFUSED']._serialized_start=1095
+  _globals['_RESERVEREFUSED']._serialized_end=1160
+  _globals['_COMMIT']._serialized_start=1162
+  _globals['_COMMIT']._serialized_end=1275
+  _globals['_ACK']._serialized_start=1277
+  _globals['_ACK']._serialized_end=1315
+  _globals['_NACK']._serialized_start=1317
+  _globals['_NACK']._serialized_end=1416
+  _globals['_CANCELTICKET']._serialized_start=1418
+  _globals['_CANCELTICKET']._serialized_end=1481
+  _globals['_TICKETLOST']._serialized_start=1483
+  _globals['_TICKETLOST']._serialized_end=1564
+  _globals['_PULL']._serialized_start=1566
+  _globals['_PULL']._serialized_end=1637
+  _globals['_PULLANSWER']._serialized_start=1639
+  _globals['_PULLANSWER']._serialized_end=1704
+  _globals['_PULLDONE']._serialized_start=1706
+  _globals['_PULLDONE']._serialized_end=1749
+  _globals['_LIVETICKET']._serialized_start=1751
+  _globals['_LIVETICKET']._serialized_end=1796
+  _globals['_LINKPING']._serialized_start=1798
+  _globals['_LINKPING']._serialized_end=1867
+  _globals['_LINKPONG']._serialized_start=1869
+  _globals['_LINKPONG']._serialized_end=1896
+  _globals['_LINKMESSAGE']._serialized_start=1899
+  _globals['_LINKMESSAGE']._serialized_end=2661
+  _globals['_KVLINK']._serialized_start=2663
+  _globals['_KVLINK']._serialized_end=2729
+  _globals['_KVWEIGHTS']._serialized_start=2731
+  _globals['_KVWEIGHTS']._serialized_end=2802
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,62 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class Weights(_message.Message):
+    """What the bytes are: tensors one after the other, each at the next multiple of 64 bytes, in a number of pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """that the model computes in"""
+    nbytes: _builtins.int
+    """of all, gaps included"""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]: ...
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "nbytes", b"nbytes", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Weights: _TypeAlias = Weights  # noqa: Y015
+
+@_typing.final
+class WeightTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    nbytes: _builtins.int
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "nbytes", b"nbytes", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightTensor: _TypeAlias = WeightTensor  # noqa: Y015
+
+@_typing.final
 class KvLayout(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -79,6 +135,7 @@ class Hello(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
@@ -103,6 +160,10 @@ class Hello(_message.Message):
     """of all that the fields above do not tell apart (baton/model_spec.py)"""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
+    @_builtins.property
+    def weights(self) -> Global___Weights:
+        """of KvWeights; `layout` is that of its pages then, and numerics are left out"""
+
     def __init__(
         self,
         *,
@@ -125,10 +186,11 @@ class Hello(_message.Message):
         speculation: _builtins.str = ...,
         numerics: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        weights: Global___Weights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "numerics", b"numerics", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "frame_bytes", b"frame_bytes", "layout", b"layout", "num_slots", b"num_slots", "numerics", b"numerics", "pair_nonce", b"pair_nonce", "protocol_version", b"protocol_version", "quantization", b"quantization", "require_rdma", b"require_rdma", "rope", b"rope", "speculation", b"speculation", "tokenizer_hash", b"tokenizer_hash", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport_kind", b"transport_kind", "ucx_address", b"ucx_address", "weights", b"weights", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,3 +95,93 @@ class KvLink:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class KvWeightsStub:
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+    borrower                 lender
+    hello            -->     hello, or hello_refused
+    ready            <->     ready               the data path was proved
+    grant            -->     frames, then commit
+    nack, or ack     -->     frames again, or the end
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Borrow = channel.stream_stream(
+                '/baton.v1.KvWeights/Borrow',
+                request_serializer=baton_dot_v1_dot_kv__pb2.LinkMessage.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__pb2.LinkMessage.FromString,
+                _registered_method=True)
+
+
+class KvWeightsServicer:
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+    borrower                 lender
+    hello            -->     hello, or hello_refused
+    ready            <->     ready               the data path was proved
+    grant            -->     frames, then commit
+    nack, or ack     -->     frames again, or the end
+    """
+
+    def Borrow(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvWeightsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Borrow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Borrow,
+                    request_deserializer=baton_dot_v1_dot_kv__pb2.LinkMessage.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__pb2.LinkMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.KvWeights', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.KvWeights', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvWeights:
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+    borrower                 lender
+    hello            -->     hello, or hello_refused
+    ready            <->     ready               the data path was proved
+    grant            -->     frames, then commit
+    nack, or ack     -->     frames again, or the end
+    """
+
+    @staticmethod
+    def Borrow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.KvWeights/Borrow',
+            baton_dot_v1_dot_kv__pb2.LinkMessage.SerializeToString,
+            baton_dot_v1_dot_kv__pb2.LinkMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

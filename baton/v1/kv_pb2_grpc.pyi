@@ -47,3 +47,49 @@ class KvLinkServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.LinkMessage], _abc.AsyncIterator[_kv_pb2.LinkMessage]]: ...
 
 def add_KvLinkServicer_to_server(servicer: KvLinkServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class KvWeightsStub:
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+      borrower                 lender
+      hello            -->     hello, or hello_refused
+      ready            <->     ready               the data path was proved
+      grant            -->     frames, then commit
+      nack, or ack     -->     frames again, or the end
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> KvWeightsAsyncStub: ...
+    Borrow: _grpc.StreamStreamMultiCallable[_kv_pb2.LinkMessage, _kv_pb2.LinkMessage]
+
+@_typing.type_check_only
+class KvWeightsAsyncStub(KvWeightsStub):
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+      borrower                 lender
+      hello            -->     hello, or hello_refused
+      ready            <->     ready               the data path was proved
+      grant            -->     frames, then commit
+      nack, or ack     -->     frames again, or the end
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Borrow: _aio.StreamStreamMultiCallable[_kv_pb2.LinkMessage, _kv_pb2.LinkMessage]  # type: ignore[assignment]
+
+class KvWeightsServicer(metaclass=_abc_1.ABCMeta):
+    """A starting worker takes the weights of its model from one that serves it: the messages of a link, for one transfer.
+      borrower                 lender
+      hello            -->     hello, or hello_refused
+      ready            <->     ready               the data path was proved
+      grant            -->     frames, then commit
+      nack, or ack     -->     frames again, or the end
+    """
+
+    @_abc_1.abstractmethod
+    def Borrow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.LinkMessage],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.LinkMessage], _abc.AsyncIterator[_kv_pb2.LinkMessage]]: ...
+
+def add_KvWeightsServicer_to_server(servicer: KvWeightsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

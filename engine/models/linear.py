@@ -22,6 +22,10 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
 
+    def dense(self) -> Tensor:
+        """The weight [out, in] as it was given; a copy where it is packed."""
+        return self.weight.to_dense() if self.packed else self.weight
+
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, in] to [T, out]."""
         if not self.packed:

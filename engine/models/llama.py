@@ -5,6 +5,7 @@ A plain class over tensors: what it computes stands in `forward` from top to bot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,30 @@ class Llama:
             "mlp.up_proj.weight": (spec.ffn_size, spec.hidden_size),
             "mlp.down_proj.weight": (spec.hidden_size, spec.ffn_size),
         }
+
+    def held(self) -> Iterator[tuple[tuple[str, ...], Linear | Tensor]]:
+        """Yield all that was taken out of `weights`: each piece with the names of the tensors that are its rows, in order."""
+        yield ("model.embed_tokens.weight",), self.embeddings
+        yield ("model.norm.weight",), self.norm
+        if not self.spec.tie_embeddings:
+            yield ("lm_head.weight",), self.head
+        for i in range(self.spec.num_layers):
+            for names, piece in self._held_by_layer(i):
+                yield tuple(f"model.layers.{i}.{name}" for name in names), piece
+
+    def _held_by_layer(self, i: int) -> Iterator[tuple[tuple[str, ...], Linear | Tensor]]:
+        layer = self.layers[i]
+        yield ("input_layernorm.weight",), layer.input_norm
+        yield ("post_attention_layernorm.weight",), layer.post_norm
+        for names, linear in (
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), layer.qkv),
+            (("self_attn.o_proj",), layer.output),
+            (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up),
+            (("mlp.down_proj",), layer.down),
+        ):
+            yield tuple(f"{name}.weight" for name in names), linear
+            if linear.bias is not None:
+                yield tuple(f"{name}.bias" for name in names), linear.bias
 
     def forward(self, step: StepTensors, kv: Tensor) -> Tensor:
         """Compute a step: fill its slots in kv [L, 2, N, S, K, D] and return the sampled rows' logits [R, V] in fp32."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from baton.model_spec import ModelSpec
+from engine.models.linear import Linear
 from engine.models.llama import Layer, Llama, rms_norm
 
 
@@ -25,6 +28,11 @@ class Qwen3(Llama):
         self.q_norms.append(weights.pop(prefix + "self_attn.q_norm.weight"))
         self.k_norms.append(weights.pop(prefix + "self_attn.k_norm.weight"))
         return super()._take_layer(weights, prefix)
+
+    def _held_by_layer(self, i: int) -> Iterator[tuple[tuple[str, ...], Linear | Tensor]]:
+        yield from super()._held_by_layer(i)
+        yield ("self_attn.q_norm.weight",), self.q_norms[i]
+        yield ("self_attn.k_norm.weight",), self.k_norms[i]
 
     def _position(self, i: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         eps = self.spec.norm_eps

@@ -75,6 +75,7 @@ def _member_json(
         "pid": member.pid,
         "num_restarts": member.num_restarts,
         "fingerprint": member.fingerprint,
+        "start_up": dataclasses.asdict(start_up) if (start_up := controller.starts.of(member.worker_id)) else None,
         "ejected": ejections.get(member.worker_id, {}),  # by router: why it gives this worker no calls
         "load": _load_json(view.load) if view else None,
         "links": [_link_json(link) for link in view.links.values()] if view else [],

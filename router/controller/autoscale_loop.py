@@ -117,7 +117,8 @@ class AutoscaleLoop:
         await self._keep_lease()  # first of all: operators wait for it after a restart
         members = self._controller.fleet.members()
         views = {m.worker_id: view for m in members if (view := self._controller.view(m.worker_id))}
-        self._live_times.look(members, {name: view.load for name, view in views.items()}, self._now_s())
+        loads = {name: view.load for name, view in views.items()}
+        self._live_times.look(members, loads, self._now_s(), self._controller.starts.weights_from())
         if self._facts.spare_workers is None:  # machines were away
             await self._facts.ask_machines()
         if self._lease.is_held:

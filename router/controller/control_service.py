@@ -12,6 +12,8 @@ from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.controller.controller import Controller, tune_pb
 from router.controller.fleet_state import Announcement
+from router.controller.lenders import lenders_for
+from router.controller.starts import NO_WEIGHTS, SOURCES, StartUp
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -61,6 +63,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._trust.admit(context, Part.WORKER)
         return control_pb2.LeaveResponse(drained=await self._controller.leave(request.worker_id))
 
+    async def Lenders(
+        self,
+        request: control_pb2.LendersRequest,
+        context: grpc.aio.ServicerContext[control_pb2.LendersRequest, control_pb2.LendersResponse],
+    ) -> control_pb2.LendersResponse:
+        await self._trust.admit(context, Part.WORKER)
+        lenders = lenders_for(self._controller.fleet.members(), request.worker_id, request.fingerprint)
+        return control_pb2.LendersResponse(
+            workers=[
+                worker_pb2.Peer(worker_id=member.worker_id, epoch=member.epoch, address=member.address)
+                for member in lenders
+            ]
+        )
+
 
 def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
     if not (record.worker_id and record.epoch and record.address):
@@ -69,6 +85,8 @@ def _announcement(record: control_pb2.WorkerRecord) -> Announcement:
         role = Role(record.role)
     except ValueError:
         raise InvalidRequest(f"role {record.role} is none of prefill, decode, both", field="worker.role") from None
+    source = record.weights_from if record.weights_from in SOURCES else NO_WEIGHTS  # a label: not whatever is sent
     return Announcement(
-        record.worker_id, record.epoch, record.address, role, record.pid, record.shape, record.fingerprint
-    )
+        record.worker_id, record.epoch, record.address, role, record.pid, record.shape, record.fingerprint,
+        StartUp(source, record.weights_s, record.start_s),
+    )  # fmt: skip

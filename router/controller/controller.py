@@ -40,6 +40,7 @@ from router.controller.measures import Measures, roofline_of
 from router.controller.questions import Answer, Questions
 from router.controller.rate_store import RateStore
 from router.controller.slo_store import SLOSet
+from router.controller.starts import Starts
 from router.controller.step_samples import totals_of
 from router.controller.versioned import Revision
 from router.events import Inbox, SequenceEvent, SequenceRefused
@@ -107,6 +108,7 @@ class Controller:
         self.measures = Measures(roofline_of(emulation or EmulationConfig()), clock.now_s(), known, clock.unix_s())
         self._nonsense: set[str] = set()  # routers whose last report was refused in part
         self.registry = Registry()  # of this process's /metrics
+        self.starts = Starts(self.registry)
         self.task_failures = failures_of(self.registry)
         self._background = Background(self.task_failures)
         self._background.keep("follow the store", self.in_force.follow)
@@ -144,8 +146,11 @@ class Controller:
         Raises:
             PeerRefused: a process that was replaced spoke.
         """
+        known = self.fleet.find(said.worker_id)
         member = self.fleet.announce(said)
         log.info("worker_announced", worker=said.worker_id, epoch=said.epoch, address=said.address, pid=said.pid)
+        if known is None or known.epoch != said.epoch:
+            self.starts.came_up(said.worker_id, said.start_up)
         session = self._sessions.get(said.worker_id)
         if session is None or session.address != said.address:
             self._open_session(member)
@@ -309,6 +314,7 @@ class Controller:
     def forget(self, worker_id: str) -> None:
         """The worker has been ended for good. Routers are told; a straggler of that name is refused."""
         self.fleet.forget(worker_id)
+        self.starts.forget(worker_id)
         self._ordering.pop(worker_id, None)
         self._tuned.pop(worker_id, None)
         self._undrained.discard(worker_id)

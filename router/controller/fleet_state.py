@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import NotFound, PeerRefused
 from baton.request import Role
 from router.controller.autoscaler.facts import Tuning
+from router.controller.starts import StartUp
 
 STARTING, READY, DRAINING, STANDBY, FAILED = "starting", "ready", "draining", "standby", "failed"
 _MAX_ENDED = 1_000  # ids remembered: an ended process that speaks up does so within seconds
@@ -73,6 +74,7 @@ class Announcement:
     pid: int
     shape: str = ""
     fingerprint: str = ""
+    start_up: StartUp = field(default_factory=StartUp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Saved:
     at_unix_s: float = 0.0  # clock.unix_s
     version: int = VERSION
     start_ups_s: tuple[float, ...] = ()
+    start_ups_from: tuple[str, ...] = ()  # where each one's weights came from; an earlier release did not say
     steps: dict[str, KeptSteps] = field(default_factory=dict)  # by role
     sizes: Kept = field(default_factory=Kept)
 
@@ -73,10 +74,12 @@ class Memory:
             await self.save()
 
     async def save(self) -> None:
+        start_ups = self._times.kept()
         saved = Saved(
             self._workers,
             clock.unix_s(),
-            start_ups_s=self._times.kept(),
+            start_ups_s=tuple(seconds for seconds, _ in start_ups),
+            start_ups_from=tuple(weights_from for _, weights_from in start_ups),
             steps=self._measures.kept_steps(),
             sizes=self._sizes.kept(),
         )
@@ -110,7 +113,8 @@ class Memory:
     def _take_over(self, saved: Saved) -> None:
         """Raises: ValueError."""
         self._measures.restore_steps(saved.steps)
-        self._times.restore(saved.start_ups_s)
+        weights_from = (*saved.start_ups_from, *[""] * len(saved.start_ups_s))
+        self._times.restore(zip(saved.start_ups_s, weights_from, strict=False))
         self._sizes.restore(saved.sizes, clock.unix_s() - saved.at_unix_s)
 
 

@@ -164,6 +164,7 @@ class WorkerConfigs:
             tls_dir=cluster.tls_dir_of(Part.WORKER),
             heartbeat_s=cluster.router.heartbeat_s,
             missed_heartbeats=cluster.router.missed_heartbeats,
+            start_timeout_s=cluster.controller.worker_start_timeout_s,
             model=cluster.model,
             engine=dataclasses.replace(cluster.engine_of(name), num_threads=num_threads),
             kv=cluster.kv,

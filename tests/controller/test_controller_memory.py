@@ -50,7 +50,7 @@ async def kept(file: Path) -> Found:
     for number in range(2 * MIN_SAMPLES):
         work = replace(WORK, tokens=WORK.tokens + number % 5)
         model.observe(work, SLOWER * ROOFLINE.step_s(work))
-    found.times.restore((12.0, 14.0, 13.0))
+    found.times.restore(((12.0, "files"), (14.0, "files"), (13.0, "files")))
     found.sizes.restore(Kept({"decode": KeptPool(2, ((5.0, 3),), 1.2)}, {"batch": 60.0}), 0.0)
     await found.memory(file).save()
     return found
