@@ -28,6 +28,9 @@ class SlowController(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("nobody asks")
 
+    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
+        raise AssertionError("nobody asks")
+
 
 async def test_a_slow_clock_gives_the_controller_as_much_longer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer, "ANSWER_S", 0.05)
