@@ -89,7 +89,7 @@ async def test_a_save_under_way_as_the_controller_stops_is_over_before_the_last_
     under_way = asyncio.create_task(memory.save())
     await asyncio.to_thread(began.wait, 10)
     under_way.cancel()
-    found.times.restore((21.0, 21.0, 21.0))
+    found.times.restore(((21.0, ""),) * 3)
     last = asyncio.create_task(memory.save())
     await asyncio.sleep(0.1)
     assert num_begun == 1

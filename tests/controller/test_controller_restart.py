@@ -25,6 +25,7 @@ from router.controller.database import SQLite
 from router.controller.fleet_state import DRAINING, FAILED, READY, AfterDrain, Announcement, Member, SavedFleet
 from router.controller.fleet_store import FleetStore
 from tests.controller.stand_in_server import StandInServer
+from tests.silent_control import SilentControl
 from worker.announcer import announce
 
 
@@ -153,7 +154,7 @@ def test_a_fleet_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> N
         FleetStore(file).load()
 
 
-class CountingControl(control_pb2_grpc.ControlServicer):
+class CountingControl(SilentControl):
     def __init__(self, refuse: bool = False) -> None:
         self.announced = asyncio.Event()
         self.refuse = refuse
@@ -167,16 +168,6 @@ class CountingControl(control_pb2_grpc.ControlServicer):
         if self.refuse:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "epoch 1 was replaced")
         return control_pb2.AnnounceResponse(role=worker_pb2.ROLE_DECODE)
-
-    async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
-        raise AssertionError("workers do not watch")
-        yield
-
-    async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
-        raise AssertionError("workers do not report")
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
 
 
 async def serve(control: CountingControl, port: int) -> grpc.aio.Server:

@@ -18,17 +18,15 @@ from router import control_client
 from router.fleet import Endpoint
 from tests.router.router_rig import request, running_rig, until
 from tests.router.stub_worker import StubWorker
+from tests.silent_control import SilentControl
 
 
-class Controller(control_pb2_grpc.ControlServicer):
+class Controller(SilentControl):
     """Says one state at the beginning of each Watch."""
 
     def __init__(self, state: control_pb2.ControlState) -> None:
         self.state = state
         self.num_met = 0
-
-    async def Announce(self, request: object, context: object) -> control_pb2.AnnounceResponse:
-        raise AssertionError("routers do not announce")
 
     async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
         yield self.state
@@ -37,9 +35,6 @@ class Controller(control_pb2_grpc.ControlServicer):
     async def Report(self, request: control_pb2.RouterReport, context: object) -> control_pb2.ReportResponse:
         self.num_met = sum(verdict.num_met for verdict in request.verdicts)
         return control_pb2.ReportResponse()
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
 
 
 class Wire:

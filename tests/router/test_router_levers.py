@@ -14,16 +14,14 @@ from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.turns import worker_loads
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
+from tests.silent_control import SilentControl
 
 
-class Controller(control_pb2_grpc.ControlServicer):
+class Controller(SilentControl):
     """Says each state that it is given, to one router."""
 
     def __init__(self) -> None:
         self.states: asyncio.Queue[control_pb2.ControlState] = asyncio.Queue()
-
-    async def Announce(self, request: object, context: object) -> control_pb2.AnnounceResponse:
-        raise AssertionError("routers do not announce")
 
     async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
         while True:
@@ -31,9 +29,6 @@ class Controller(control_pb2_grpc.ControlServicer):
 
     async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
         return control_pb2.ReportResponse()
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
 
 
 def records(workers: list[StubWorker], **states: str) -> list[control_pb2.WorkerRecord]:

@@ -27,6 +27,7 @@ from baton.v1 import control_pb2, control_pb2_grpc, serving_pb2_grpc, worker_pb2
 from router.front_end import FrontEnd
 from tests.router.router_rig import request, running_rig, until
 from tests.router.stub_worker import StubWorker
+from tests.silent_control import SilentControl
 
 # Serves like `python -m router.main`, then tells what it had loaded.
 LISTING = "import json, sys; from router.main import main; main(); print(json.dumps(sorted(sys.modules)))"
@@ -199,15 +200,12 @@ def listening() -> set[int]:
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
-class ControlStub(control_pb2_grpc.ControlServicer):
+class ControlStub(SilentControl):
     """A controller that says what the test put in, and keeps what it is told."""
 
     def __init__(self) -> None:
         self.states: asyncio.Queue[control_pb2.ControlState] = asyncio.Queue()
         self.reports: list[control_pb2.RouterReport] = []
-
-    async def Announce(self, request: object, context: object) -> control_pb2.AnnounceResponse:
-        raise AssertionError("routers do not announce")
 
     async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
         while True:
@@ -216,9 +214,6 @@ class ControlStub(control_pb2_grpc.ControlServicer):
     async def Report(self, request: control_pb2.RouterReport, context: object) -> control_pb2.ReportResponse:
         self.reports.append(request)
         return control_pb2.ReportResponse()
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
 
 
 async def test_the_controller_names_fleet_and_targets_and_hears_verdicts_and_its_death_changes_nothing(

@@ -28,6 +28,7 @@ from baton.config_load import to_json
 from baton.request import Role
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cli.shared_memory import SharedMemory
+from tests.silent_control import SilentControl
 from tests.soak.soak_proxy import Proxy
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ class SoakWorker:
                 self.process.send_signal(number)
 
 
-class SoakCluster(control_pb2_grpc.ControlServicer):
+class SoakCluster(SilentControl):
     """Args: worker_module is what `python -m` runs for a worker; `folder` takes configs and logs."""
 
     def __init__(
@@ -263,9 +264,6 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
         self.report = request
         self.num_reports += 1
         return control_pb2.ReportResponse()
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
 
     # --- what is seen ---
 

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
 
 from baton import clock
 from baton.v1 import control_pb2, control_pb2_grpc
+from tests.silent_control import SilentControl
 from worker import announcer
 
 
-class SlowController(control_pb2_grpc.ControlServicer):
+class SlowController(SilentControl):
     async def Announce(self, request: control_pb2.AnnounceRequest, context: object) -> control_pb2.AnnounceResponse:
         await asyncio.sleep(0.2)
         return control_pb2.AnnounceResponse(draining=request.worker.worker_id == "w")
-
-    async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
-        raise AssertionError("workers do not watch")
-        yield
-
-    async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
-        raise AssertionError("routers do")
-
-    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
-        raise AssertionError("nobody asks")
-
-    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
-        raise AssertionError("nobody asks")
 
 
 async def test_a_slow_clock_gives_the_controller_as_much_longer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
