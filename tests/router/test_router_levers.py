@@ -103,11 +103,8 @@ async def test_calls_that_would_wait_for_the_prefill_worker_are_prefilled_on_dec
 ) -> None:
     workers = list(await start_pair())
     prefill, decode = workers
-    prefill.kv_load.prompt_tokens_computed, prefill.kv_load.num_steps, prefill.kv_load.step_ms = (
-        100,
-        10,
-        1e3,
-    )  # 10 tokens/s
+    said = prefill.kv_load
+    said.prompt_tokens_computed, said.num_steps, said.step_ms = 100, 10, 1e4  # 1 token/s
     async with controlled(files, workers) as (rig, controller):
         fleet, turns = rig.front_end.fleet, rig.front_end.calls._turns
         endpoints = {endpoint.worker_id: endpoint for endpoint in fleet.endpoints}
@@ -117,11 +114,11 @@ async def test_calls_that_would_wait_for_the_prefill_worker_are_prefilled_on_dec
         def begun(first_id: int) -> asyncio.Task[Answer]:
             made = request(max_tokens=3)
             made.token_ids.ids.extend(range(first_id, first_id + 100))
-            made.slo.tpot_ms = 1e3  # no stream minds
+            made.slo.tpot_ms = 1e4  # no stream minds
             return asyncio.create_task(rig.generate(made))
 
         held = begun(20)
-        await until(lambda: prefill.num_open == 1, "it computes for half a minute")
+        await until(lambda: prefill.num_open == 1, "it computes, for 100 s by what is known")
         waiting = begun(30)
         await until(lambda: len(turns.admission.queue) == 1, "the next one waits for it")
         controller.states.put_nowait(control_pb2.ControlState(workers=records(workers), local_prefill_tokens=512))
