@@ -5,7 +5,7 @@
     both     rate * E[out] * t_step' / B' / 0.85          t_step': a step that also carries the prompts of whom it will decode
 
 B*: the largest batch whose step keeps the strictest target of a token's time that can be kept at all, and whose KV fits. It is
-whole, so where targets leave room for two or three a step that is told 1 % longer would halve it, and one that is told 1 % shorter
+whole, so where targets leave room for two or three a step that is told 1 % longer would halve it, and one told 1 % shorter
 double it again: a smaller batch counts at once, a larger one once steps half a BAND longer would allow it, too.
 A step of B sequences that each last E[out] steps begins B / E[out] new ones, so that is how many prompts it carries where one
 worker does both. Sizes are fractions here; rounding up is whose who asks.
