@@ -45,6 +45,7 @@ class Autoscaler:
     ) -> None:
         """`max_standbys`: how many workers that are not needed stay on their GPUs, to be back at once."""
         self.wanted = Layout()  # at the last look
+        self._short = Layout()  # up to it pools were to grow then
         self._times = times or Times()
         self._evaluator = evaluator or Analytic()
         self._max_standbys = max_standbys
@@ -102,7 +103,7 @@ class Autoscaler:
         misses = self._misses(facts, load)
         kinds = self._kinds(facts, load)
         sizes = self._sizes(facts, there, load, kinds, misses=misses)
-        self.wanted = sizes.wanted
+        self.wanted, self._short = sizes.wanted, sizes.short
         if misses:  # so nothing that is there is known to be enough
             for role in Role:
                 self._patience.forget(role)
@@ -158,7 +159,7 @@ class Autoscaler:
             self._settled = (there.ready, self._patience.now_s)
             return False
         is_all = there.ready == there.layout and not there.leaving
-        enough = all(num >= self.wanted.of(role) for role, num in there.ready)
+        enough = all(num >= self._short.of(role) for role, num in there.ready)
         if not (is_all and enough):
             self._settled = (layout, self._patience.now_s)
             return False
