@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class BatonError(Exception):
@@ -36,6 +36,14 @@ class BatonError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, between processes of one bench: kinds differ in what their constructors ask for."""
+        return _again, (type(self), self.message), self.__dict__
+
+
+def _again(kind: type[BatonError], message: str) -> BatonError:
+    return kind.__new__(kind, message)
 
 
 class InvalidRequest(BatonError):

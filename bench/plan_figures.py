@@ -78,7 +78,7 @@ class SearchRow:
     calls_of_plan: int
     calls: int
     share_of_best: float
-    share_after_flip: float  # likewise, of the pick with one worker in another role: what the autoscaler does live
+    share_after_flip: float  # likewise, of the best of its flips, known on this seed: the most that one could win
     wall_s: float
 
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from bench.control.baselines import SCALE_ONLY_SETTINGS
 from bench.control.contest import Result, Row, Settling
+from bench.control.dynamo import DYNAMO_SETTINGS
 from bench.control.foresight import INTERVAL_S, MISS_FACTOR
 from bench.control.loads import Load, catalogue
-from bench.control.rig import CHAT, SEATS, TIMES
-from bench.control.runs import digest
+from bench.control.rig import BOUNDS, CHAT, SEATS, TIMES, deployment
+from bench.control.runs import HEADROOMS, NUM_STATIC, TUNING_S
 from bench.control.trial import Figures
+from bench.sim.deployment import Layout
 
 _RANGES = ("in_slo", "gpu_hours", "loss")
 
@@ -44,6 +47,13 @@ class Settings:
             "tuned": self.tunes,
             "miss_factor": MISS_FACTOR,
             "oracle_interval_s": INTERVAL_S,
+            "oracle_headrooms": [*HEADROOMS],
+            "num_static": NUM_STATIC,
+            "tuning_s": TUNING_S,
+            "scale_only_settings": [str(setting) for setting in SCALE_ONLY_SETTINGS],
+            "dynamo_settings": [str(setting) for setting in DYNAMO_SETTINGS],
+            "bounds": asdict(BOUNDS),
+            "deployment": repr(deployment(Layout(1, 1))),
             "ai_dynamo": self.planner_version,
         }
 
@@ -81,20 +91,20 @@ class Book:
             if document.get(name) != wanted:
                 raise self._mismatch(f"{name} is {document.get(name)} there and {wanted} here")
 
-    def take_over(self, load: Load) -> bool:
-        """Whether its row is there, and now one of ours.
+    def has(self, load: Load) -> bool:
+        """Whether there is a row of that name."""
+        return load.name in self._documents
+
+    def take_over(self, load: Load, played: str) -> None:
+        """Make the row that is there one of ours. `played`: the load's digest.
 
         Raises:
-            ConfigError: it is there, of another load of this name.
-            TraceError: the load's trace is not there, or not as it should be.
+            ConfigError: it is of another load of this name.
         """
-        found = self._documents.get(load.name)
-        if found is None:
-            return False
-        if found.get("load_sha256") != digest(load, self._settings.seeds):
+        found = self._documents[load.name]
+        if found.get("load_sha256") != played:
             raise self._mismatch(f"the load {load.name!r} has other calls, faults or targets there than here")
         self._rows[load.name] = _row_of(found, load)
-        return True
 
     def _mismatch(self, why: str) -> ConfigError:
         return ConfigError(f"--continue: {self._path} cannot be gone on with: {why}; name another --json file")

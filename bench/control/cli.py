@@ -24,6 +24,7 @@ from bench.control.dynamo import DynamoPlanner, PlannerFailed
 from bench.control.jobs import Jobs
 from bench.control.loads import Load, catalogue
 from bench.control.report import render
+from bench.control.runs import digest
 from bench.serve_cli import positive_float, positive_int
 from bench.traces import TraceError
 
@@ -121,20 +122,30 @@ def _measure(loads: Sequence[Load], book: Book, settings: Settings, args: argpar
 async def _measure_all(
     loads: Sequence[Load], book: Book, settings: Settings, args: argparse.Namespace, jobs: Jobs, progress: Progress
 ) -> None:
-    """So many loads at a time as there are processes: what one of them must wait for, others make use of."""
+    """So many loads at a time as there are processes: what one of them must wait for, others make use of. Nothing is measured
+    before all that is there was found to be of the same loads. Raises: ConfigError: it is not."""
     places = asyncio.Semaphore(args.jobs)
+
+    async def take_over(load: Load) -> bool:
+        """Whether nothing is left to measure."""
+        if not book.has(load):
+            return False
+        with _left_out_without_trace(load):
+            book.take_over(load, await jobs.do(digest, load, settings.seeds))
+        progress.is_over(load.name)
+        return True
 
     async def measure(load: Load) -> None:
         async with places:
             with _left_out_without_trace(load):
-                if not book.take_over(load):
-                    say = partial(progress.says, load.name)
-                    python, tunes = args.planner_python, settings.tunes
-                    contest = Contest(load, jobs.do, planner_python=python, tunes=tunes, say=say)
-                    book.add(await contest.row(settings.seeds))
+                say = partial(progress.says, load.name)
+                python, tunes = args.planner_python, settings.tunes
+                contest = Contest(load, jobs.do, planner_python=python, tunes=tunes, say=say)
+                book.add(await contest.row(settings.seeds))
             progress.is_over(load.name)
 
-    await asyncio.gather(*map(measure, loads))
+    are_over = await asyncio.gather(*map(take_over, loads))
+    await asyncio.gather(*(measure(load) for load, is_over in zip(loads, are_over, strict=True) if not is_over))
 
 
 @contextmanager

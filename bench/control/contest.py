@@ -51,8 +51,8 @@ class Result:
 class Settling:
     """How sizes came to rest, means over seeds; None: in some seed they did not."""
 
-    settled_s: float | None  # from when on within a tenth of the oracle's size
-    gpus: float  # from then on, by the oracle's
+    settled_s: float | None  # from when on within a tenth of the best static layout's size, as of the tuning seed
+    gpus: float  # from then on, by that size
     num_turns: float  # of the size's direction from then on
 
 

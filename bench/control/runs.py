@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from bench.control import trial
@@ -91,12 +91,14 @@ def best_static(load: Load, tunes: bool) -> tuple[Sizes, Prices]:
 
 
 def digest(load: Load, seeds: Sequence[int]) -> str:
-    """Of everything that a load is: two of one digest are the same. Raises: TraceError."""
+    """Of all that a load is but its name and what it is called for: two of one digest are the same. Raises: TraceError."""
     found = hashlib.sha256()
-    for part in (load.duration_s, load.max_workers, load.start, load.faults, load.retargets, load.judge_from_s):
-        found.update(repr(part).encode())
-    for row in load.rows(seeds[0]):  # other seeds' come of the same source
-        found.update(repr(row).encode())
+    for part in fields(load):
+        if part.name not in ("name", "goal", "rows"):
+            found.update(f"{part.name}={getattr(load, part.name)!r}\n".encode())
+    for seed in (TUNING_SEED, *seeds):
+        for row in load.rows(seed):
+            found.update(f"{seed} {row!r}\n".encode())
     return found.hexdigest()
 
 

@@ -24,7 +24,7 @@ from router.controller.settings import Budget, PoolBounds
 
 WINDOW_S = 60.0  # of calls, in which attainment is looked at after something happened
 BACK = 0.9  # of a window's calls within their targets: back to target
-SETTLED = 0.1  # from the oracle's size: the goal, docs/control.md
+SETTLED = 0.1  # from the best static layout's size: the goal, docs/control.md
 SETTLED_S = 600.0  # that it must stay so
 _ROUNDING = 1 + 1e-9  # sums in another order: what is broken off is worse beyond doubt
 

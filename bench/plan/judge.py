@@ -71,6 +71,7 @@ class Trial:
     missed: Counter[Verdict]
     busy: dict[str, float]  # by role: share of the time that its workers step
     preemptions: int
+    is_cut: bool = False  # by MAX_CALLS, before its fleet was full: who fills up serves more than who is full
 
     @property
     def margin(self) -> float:
@@ -166,7 +167,8 @@ class Judge:
             return False
 
     def _try(self, candidate: Candidate, rate: float, num_calls: int, seed: int, gives_up: bool) -> Trial:
-        num_calls = min(MAX_CALLS, max(num_calls, math.ceil(LENGTH * self._settling_s * rate)))
+        least = math.ceil(LENGTH * self._settling_s * rate)
+        num_calls = min(MAX_CALLS, max(num_calls, least))
         rows = self._traffic.calls(rate, num_calls, seed)
         deployment = candidate.deployment if self._distort is None else self._distort(candidate.deployment)
         warm_up_s = rows[int(WARM_UP * num_calls)].at_s
@@ -183,7 +185,7 @@ class Judge:
         self.num_trials += 1
         simulation = Simulation(deployment, self._mix, seed=seed, warm_up_s=warm_up_s, bounds=bounds, on_call=on_call)
         outcome = simulation.run(rows)
-        return _trial(outcome, rate, seed, num_calls)
+        return _trial(outcome, rate, seed, num_calls, is_cut=num_calls < least)
 
     def knee(self, candidate: Candidate, guess: float, *, num_calls: int, seed: int, step: float = _STEP) -> Knee:
         """Look for it from `guess` outwards, by a factor of `step`, then between two."""
@@ -226,7 +228,7 @@ def _settling_s(traffic: Traffic, mix: Mix) -> float:
     raise AssertionError("the longest of them is reached before all is there")
 
 
-def _trial(outcome: Outcome, rate: float, seed: int, num_calls: int) -> Trial:
+def _trial(outcome: Outcome, rate: float, seed: int, num_calls: int, *, is_cut: bool) -> Trial:
     missed: Counter[Verdict] = Counter()
     busy: dict[str, list[float]] = {}
     for measure in outcome.classes:
@@ -247,6 +249,7 @@ def _trial(outcome: Outcome, rate: float, seed: int, num_calls: int) -> Trial:
         missed,
         {role: sum(shares) / len(shares) for role, shares in busy.items()},
         sum(worker.num_preemptions for worker in outcome.workers),
+        is_cut,
     )
 
 

@@ -94,6 +94,12 @@ class Measured:
         return mean_and_half_width([knee.goodput for knee in self.knees])
 
     @property
+    def is_cut(self) -> bool:
+        """Whether any of its figures is of a trial that was."""
+        knees = [trial for knee in self.knees for trial in (knee.below, knee.above) if trial is not None]
+        return any(trial.is_cut for trial in (*knees, *self.at_rate))
+
+    @property
     def usd_per_million_tokens(self) -> float:
         """Prompt and answer, with all GPUs at the knee."""
         rates = [knee.below.tokens_per_s * knee.rate / knee.below.rate for knee in self.knees if knee.below is not None]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.request import Role
-from bench.plan.judge import Trial, mean_and_half_width
+from bench.plan.judge import MAX_CALLS, Trial, mean_and_half_width
 from bench.plan.plan import Gain, Measured, Plan
 from bench.plan.plot import Line, Mark, plot
 
@@ -80,6 +80,11 @@ def sentences(plan: Plan) -> list[str]:
         f"Goodput at the knee {plan.replicas * knee:.2f}{_plus_minus(half and plan.replicas * half, '.2f')} calls/s (95 % "
         f"interval over {len(plan.best.knees)} seeds that the search did not see)."
     )
+    if any(one is not None and one.is_cut for one in (plan.best, plan.other)):
+        lines.append(
+            f"Trials were cut at {MAX_CALLS:,} calls, before their fleets were full: these rates and shares are more than a full "
+            "fleet keeps. A plan for a part of the fleet needs fewer calls."
+        )
     lines.append(disaggregation(plan.gain))
     lines.append(f"Bound: {plan.regime}. " + (_remedies(plan) or "No remedy is guessed to bring 5 %."))
     lines.append(
@@ -201,6 +206,7 @@ def _trial(trial: Trial) -> dict[str, object]:
         "rate": trial.rate,
         "seed": trial.seed,
         "calls": trial.num_calls,
+        "cut": trial.is_cut,
         "goodput_rps": trial.goodput,
         "attainment": {share.slo.name: share.attainment for share in trial.classes},
         "missed": {verdict.value: num for verdict, num in trial.missed.items()},

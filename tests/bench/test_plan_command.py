@@ -20,6 +20,7 @@ def test_it_prints_a_table_and_writes_a_document_and_a_picture(
     assert main(["plan", *SMALL, *CHAT, "--gpus", "2", "--json", str(document), "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     assert "calls simulated" in shown
+    assert "were cut" not in shown
     assert "Bound:" in shown
     found = json.loads(document.read_text())
     assert found["gpus"] == found["best"]["gpus"] == 2
@@ -28,6 +29,16 @@ def test_it_prints_a_table_and_writes_a_document_and_a_picture(
     assert found["disaggregation"]["verdict"] in ("pays", "does not pay", "too close to say")
     assert found["simulated"]["calls"] > 600
     assert picture.read_text().startswith("<svg")
+
+
+def test_figures_of_trials_that_were_cut_say_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.plan.judge.MAX_CALLS", 20)
+    document = tmp_path / "plan.json"
+    assert main(["plan", *SMALL, *CHAT, "--gpus", "1", "--calls", "1", "--seeds", "1", "--json", str(document)]) == 0
+    assert "before their fleets were full" in capsys.readouterr().out
+    assert any(trial["cut"] for trial in json.loads(document.read_text())["best"]["curve"])
 
 
 def test_for_a_rate_it_finds_the_fewest_gpus_that_hold_it(tmp_path: Path) -> None:

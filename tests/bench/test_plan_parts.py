@@ -175,6 +175,15 @@ def test_a_trial_lasts_until_a_deployment_has_filled_up_and_half_as_long_again()
     assert trial.num_calls == math.ceil(2.5 * 0.36 * 40.0)
 
 
+def test_a_trial_that_the_cap_ends_before_its_fleet_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.plan.judge.MAX_CALLS", 36)
+    judge, one = Judge(CHAT, CLASSES), candidate(Layout(0, 0, 1))
+    assert not judge.trial(one, 40.0, num_calls=1, seed=0).is_cut
+    assert not judge.trial(one, 20.0, num_calls=1_000, seed=0).is_cut, "it needs 18 calls to be full"
+    cut = judge.trial(one, 80.0, num_calls=1, seed=0)
+    assert (cut.is_cut, cut.num_calls) == (True, 36)
+
+
 def test_disaggregation_pays_only_where_the_interval_says_so() -> None:
     assert Gain(0.1, 0.05).verdict is Pays.PAYS
     assert Gain(-0.1, 0.05).verdict is Pays.DOES_NOT

@@ -12,7 +12,7 @@ import pytest
 from baton.model_files import ModelFiles
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from router.turns import worker_loads
-from tests.router.router_rig import Rig, request, running_rig, until
+from tests.router.router_rig import Answer, Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
 from tests.silent_control import SilentControl
 
@@ -91,6 +91,43 @@ async def test_a_local_prefill_limit_is_in_force_with_the_next_call_and_taken_ba
             assert (await explained(rig, f"limit {told}"))["local_prefill_tokens"] == in_force
             page = (await rig.http.get("/metrics")).text
             assert f"baton_local_prefill_tokens {float(in_force)}" in page
+
+
+async def test_calls_that_would_wait_for_the_prefill_worker_are_prefilled_on_decode_once_the_limit_allows_it(
+    files: ModelFiles,
+) -> None:
+    workers = list(await start_pair())
+    prefill, decode = workers
+    said = prefill.kv_load
+    said.prompt_tokens_computed, said.num_steps, said.step_ms = 100, 10, 1e4  # 1 token/s
+    async with controlled(files, workers) as (rig, controller):
+        fleet, turns = rig.front_end.fleet, rig.front_end.calls._turns
+        endpoints = {endpoint.worker_id: endpoint for endpoint in fleet.endpoints}
+        await until(lambda: endpoints["p0"].rates.has_computed, "its speed is known")
+        prefill.script.prefill_gate.clear()
+
+        def begun(first_id: int) -> asyncio.Task[Answer]:
+            made = request(max_tokens=3)
+            made.token_ids.ids.extend(range(first_id, first_id + 100))
+            made.slo.tpot_ms = 1e4  # no stream minds
+            return asyncio.create_task(rig.generate(made))
+
+        held = begun(20)
+        await until(lambda: prefill.num_open == 1, "it computes, for 100 s by what is known")
+        waiting = begun(30)
+        await until(lambda: len(turns.admission.queue) == 1, "the next one waits for it")
+        controller.states.put_nowait(control_pb2.ControlState(workers=records(workers), local_prefill_tokens=512))
+        await until(waiting.done, "it has an answer")
+        assert (waiting.result().token_ids, len(decode.submits), len(prefill.submits)) == ([300, 301, 302], 1, 1)
+        decode.script.prefill_gate.clear()
+        helped = begun(40)
+        await until(lambda: len(decode.submits) == 2, "decode computes")
+        last = begun(50)
+        await until(lambda: len(turns.admission.queue) == 1, "now both are busy")
+        for worker in workers:
+            worker.script.prefill_gate.set()
+        for task in (held, helped, last):
+            assert (await task).token_ids == [300, 301, 302]
 
 
 @pytest.mark.parametrize("said_by", ["the worker", "the controller"])

@@ -10,15 +10,16 @@ nothing afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.request import Role
-from router.controller.autoscaler import outlook
+from router.controller.autoscaler import need, outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.autoscaler.held import Held, Holding, Holdings
 from router.controller.autoscaler.kept import Kept, KeptPool
-from router.controller.autoscaler.layouts import Layout, kinds_of
+from router.controller.autoscaler.layouts import Kinds, Layout, kinds_of
 from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
 from router.controller.autoscaler.outlook import Analytic, Evaluator
@@ -44,6 +45,7 @@ class Autoscaler:
     ) -> None:
         """`max_standbys`: how many workers that are not needed stay on their GPUs, to be back at once."""
         self.wanted = Layout()  # at the last look
+        self._short = Layout()  # up to it pools were to grow then
         self._times = times or Times()
         self._evaluator = evaluator or Analytic()
         self._max_standbys = max_standbys
@@ -52,6 +54,7 @@ class Autoscaler:
         self._tuner = Tuner()
         self._holdings = {role: Holdings() for role in Role}
         self._last: dict[str, ClassLoad] = {}  # what was known of each class, by name
+        self._batches: dict[Role, dict[str, float]] = {}  # that paces allowed at the last look: need.py
         self._roles: tuple[Role, ...] = ()
         self._context_tokens: float | None = None
         self._settled: tuple[Layout, float] = (Layout(), 0.0)  # what is ready, and since when
@@ -98,8 +101,9 @@ class Autoscaler:
             self._learn(facts, there, Load(tuple(loads)))
         load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
         misses = self._misses(facts, load)
-        sizes = self._sizes(facts, there, load, misses=misses)
-        self.wanted = sizes.wanted
+        kinds = self._kinds(facts, load)
+        sizes = self._sizes(facts, there, load, kinds, misses=misses)
+        self.wanted, self._short = sizes.wanted, sizes.short
         if misses:  # so nothing that is there is known to be enough
             for role in Role:
                 self._patience.forget(role)
@@ -107,12 +111,18 @@ class Autoscaler:
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
         return [*tunings, *self._levers(facts, there, sizes).proposals()]
 
-    def _sizes(self, facts: FleetFacts, there: Census, load: Load, *, misses: bool) -> Sizes:
+    def _kinds(self, facts: FleetFacts, load: Load) -> Kinds:
+        """Each with the batches that its paces allowed at the last look."""
+        kinds = {role: replace(kind, batches=self._batches.get(role, {})) for role, kind in kinds_of(facts).items()}
+        self._batches = {role: need.batches_in_pace(kind, load) for role, kind in kinds.items()}
+        return kinds
+
+    def _sizes(self, facts: FleetFacts, there: Census, load: Load, kinds: Kinds, *, misses: bool) -> Sizes:
         lessons = {role: self._lessons.factor(role, self._patience.now_s) for role in Role}
         all_ready = there.ready == there.layout  # what calls felt is of these sizes, and no help is on its way
         holdings, evaluator = self._held(there), self._evaluator
         return Sizing(
-            facts, there, load, self._roles, lessons, holdings, evaluator, is_missed=misses and all_ready
+            facts, there, load, kinds, self._roles, lessons, holdings, evaluator, is_missed=misses and all_ready
         ).sizes()
 
     def _levers(self, facts: FleetFacts, there: Census, sizes: Sizes) -> Levers:
@@ -149,7 +159,7 @@ class Autoscaler:
             self._settled = (there.ready, self._patience.now_s)
             return False
         is_all = there.ready == there.layout and not there.leaving
-        enough = all(num >= self.wanted.of(role) for role, num in there.ready)
+        enough = all(num >= self._short.of(role) for role, num in there.ready)
         if not (is_all and enough):
             self._settled = (layout, self._patience.now_s)
             return False

@@ -4,7 +4,9 @@
     decode   rate * E[out] * t_step / B* / 0.85
     both     rate * E[out] * t_step' / B' / 0.85          t_step': a step that also carries the prompts of whom it will decode
 
-B*: the largest batch whose step keeps the strictest target of a token's time that can be kept at all, and whose KV fits.
+B*: the largest batch whose step keeps the strictest target of a token's time that can be kept at all, and whose KV fits. It is
+whole, so where targets leave room for two or three a step that is told 1 % longer would halve it, and one told 1 % shorter
+double it again: a smaller batch counts at once, a larger one once steps half a BAND longer would allow it, too.
 A step of B sequences that each last E[out] steps begins B / E[out] new ones, so that is how many prompts it carries where one
 worker does both. Sizes are fractions here; rounding up is whose who asks.
 """
@@ -12,7 +14,8 @@ worker does both. Sizes are fractions here; rounding up is whose who asks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from baton.request import Role
 from router.capacity import TPOT_SHARE
@@ -20,6 +23,8 @@ from router.controller.autoscaler.facts import Tuning
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork, Terms
 
+BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md), and what 30 s of 10 calls/s vary by
+HALF_BAND = math.sqrt(BAND)
 PREFILL_BUSY = 0.80  # DESIGN section 9, step 5: beyond it prompts wait for one another
 DECODE_BUSY = 0.85  # likewise: batches vary, and the fullest worker misses first
 KV_SHARE = 0.9  # of a pool: beyond it the next sequence soon preempts another. As router/placement.py, HEADROOM
@@ -39,6 +44,7 @@ class Kind:
     num_gpus: int = 1
     usd_per_hour: float = 1.0  # of a worker; only proportions count
     shape: str = ""
+    batches: Mapping[str, float] = field(default_factory=dict)  # by class, that its pace allowed at the last look
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,21 @@ def step_s(kind: Kind, load: Load, batch: float) -> float:
     return kind.terms.step_s(StepWork(batch * one.tokens, batch * one.context, batch * one.pairs))
 
 
+def batches_in_pace(kind: Kind, load: Load) -> dict[str, float]:
+    """By class, the whole batch that keeps its pace; 0: none does."""
+    return {of_class.slo.name: _batch_in_pace(kind, load, of_class) for of_class in load.classes}
+
+
+def _batch_in_pace(kind: Kind, load: Load, of_class: ClassLoad) -> float:
+    limit_s = pace_limit_s(of_class)
+    now, surely = (_whole(batch_within(kind, load, limit)) for limit in (limit_s, limit_s / HALF_BAND))
+    return min(now, max(surely, kind.batches.get(of_class.slo.name, now)))
+
+
 def decoding(kind: Kind, load: Load) -> Decoding:
-    """B* and its step. Batches are whole, which tells where a target leaves room for two or three."""
+    """B* and its step."""
     most, limit = most_seqs(kind, load)
-    batches = [_whole(batch_within(kind, load, pace_limit_s(of_class))) for of_class in load.classes]
+    batches = list(batches_in_pace(kind, load).values())
     keepable = [batch for batch in batches if batch >= 1]
     if batches and not keepable:  # no size of the pool helps those targets, so they do not count
         limit = "none keeps its tpot"

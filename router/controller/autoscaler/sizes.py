@@ -22,14 +22,13 @@ from router.controller.autoscaler.census import Census
 from router.controller.autoscaler.chance import unless_changed
 from router.controller.autoscaler.facts import FleetFacts, State
 from router.controller.autoscaler.held import Holding
-from router.controller.autoscaler.layouts import PAIR, Layout, kinds_of
+from router.controller.autoscaler.layouts import PAIR, Kinds, Layout
 from router.controller.autoscaler.outlook import Evaluator, Scene
 from router.controller.autoscaler.search import Search
 from router.controller.autoscaler.sound import pressure
 from router.controller.autoscaler.traffic import LEAST_RATE, Load, known
 from router.controller.decisions import Input
 
-BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md), and what 30 s of 10 calls/s vary by
 SPREAD = 2.0  # of sequences' memory: its mean square by its squared mean, where lengths vary by about their mean. As outlook.py
 MAX_BUSY = 0.92  # of a pool: however well queues behave on paper, an hour's bursts and long tails need something
 
@@ -67,6 +66,7 @@ class Sizing:
         facts: FleetFacts,
         there: Census,
         load: Load,
+        kinds: Kinds,
         roles: tuple[Role, ...],
         lessons: Mapping[Role, float],
         holdings: Mapping[Role, Holding | None],
@@ -78,7 +78,7 @@ class Sizing:
         `is_missed`: calls miss their targets, and nobody is on the way."""
         self._facts = facts
         self._there = there
-        self._kinds = kinds_of(facts)
+        self._kinds = kinds
         self._lessons = lessons
         self._load = load
         self._roles = roles
@@ -89,9 +89,8 @@ class Sizing:
         self._calls = _calls(facts)
 
     def sizes(self) -> Sizes:
-        half = math.sqrt(BAND)
-        wanted, high, higher = self._best(1.0), self._best(half), self._best(BAND)
-        low = wanted if self._is_missed else self._best(1 / max(half, 1 + self._doubt()))
+        wanted, high, higher = self._best(1.0), self._best(need.HALF_BAND), self._best(need.BAND)
+        low = wanted if self._is_missed else self._best(1 / max(need.HALF_BAND, 1 + self._doubt()))
         return Sizes(
             wanted=wanted,
             short=Layout(*(min(low.of(role), num) for role, num in wanted)),

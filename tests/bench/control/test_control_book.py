@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from baton.errors import ConfigError
 from bench.control import cli as control_cli
 from bench.control.book import Book, Settings
 from bench.control.contest import Result, Row, Settling
+from bench.control.jobs import Jobs
 from bench.control.loads import Load
 from bench.control.runs import digest
 from bench.control.trial import Figures
+from bench.traces import TraceRow
 from cli.main import main
-from tests.bench.control.test_control_command import short
+from tests.bench.control.test_control_command import at_once, short
 
 SETTINGS = Settings((0, 1), 1.0, tunes=True, planner_version=None)
 ONE, OTHER = Figures(0.97, 0.96, 4.1, 3.0, 4.6, 3_400), Figures(0.99, 0.98, 4.0, 2.0, 4.2, 3_410)
@@ -60,9 +63,10 @@ def test_rows_are_taken_over_as_they_were_and_others_stay_in_the_document(path: 
     before.add(row_of(first))
     after = Book(path, SETTINGS)
     after.go_on()
-    assert after.take_over(first)
+    assert after.has(first)
+    after.take_over(first, digest(first, SETTINGS.seeds))
     assert after.rows == [row_of(first)]
-    assert not after.take_over(short("rate swings", 60.0))
+    assert not after.has(short("rate swings", 60.0))
     after.add(row_of(short("rate swings", 60.0)))
     names = [one["load"] for one in json.loads(path.read_text())["rows"]]
     assert names == ["mix swings", "rate swings", "worker dies"]
@@ -94,20 +98,55 @@ def test_a_row_of_another_load_of_that_name_is_refused(path: Path) -> None:
     Book(path, SETTINGS).add(row_of(short("mix swings", 60.0)))
     book = Book(path, SETTINGS)
     book.go_on()
-    for other in (short("mix swings", 90.0), replace(short("mix swings", 60.0), max_workers=7)):
+    load = short("mix swings", 60.0)
+    others = replace(load, max_workers=7), replace(load, caches=True), replace(load, events_s=(30.0,))
+    for other in (short("mix swings", 90.0), *others):
         with pytest.raises(ConfigError, match="'mix swings' has other calls"):
-            book.take_over(other)
+            book.take_over(other, digest(other, SETTINGS.seeds))
+
+
+def test_a_load_of_another_name_and_goal_is_the_same_and_one_with_other_calls_of_any_seed_is_not() -> None:
+    load = short("mix swings", 60.0)
+
+    def of_another_source(seed: int) -> Iterator[TraceRow]:
+        return load.rows(seed if seed == SETTINGS.seeds[0] else seed + 7)
+
+    was = digest(load, SETTINGS.seeds)
+    assert digest(replace(load, name="x", goal="y"), SETTINGS.seeds) == was
+    assert digest(replace(load, rows=of_another_source), SETTINGS.seeds) != was
+
+
+def test_what_policies_and_fleets_are_made_of_is_among_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SETTINGS.document()
+    monkeypatch.setattr("bench.control.book.HEADROOMS", (1.0,))
+    monkeypatch.setattr("bench.control.book.SCALE_ONLY_SETTINGS", ())
+    monkeypatch.setattr("bench.control.rig.SEATS", 3)
+    after = SETTINGS.document()
+    assert {name for name in before if before[name] != after[name]} == {
+        "oracle_headrooms", "scale_only_settings", "deployment"
+    }  # fmt: skip
 
 
 def test_a_file_that_is_not_there_yet_is_begun(path: Path) -> None:
     book = Book(path, SETTINGS)
     book.go_on()
-    assert not book.take_over(short("mix swings", 60.0))
+    assert not book.has(short("mix swings", 60.0))
 
 
 def test_going_on_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "control", "--continue"]) == 2
     assert "--json" in capsys.readouterr().err
+
+
+def test_a_row_that_does_not_fit_is_said_before_anything_is_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Book(path, SETTINGS).add(row_of(short("NaN", 60.0)))
+    monkeypatch.delattr(control_cli, "Contest")  # whoever measures fails
+    monkeypatch.setattr(Jobs, "do", staticmethod(at_once))
+    words = ["--loads", "mix swings,NaN", "--seeds", "2", "--json", str(path), "--continue", "--no-progress"]
+    assert main(["bench", "control", *words]) == 2
+    assert "'NaN' has other calls" in capsys.readouterr().err
 
 
 def test_a_bench_that_is_complete_measures_nothing_again(
@@ -117,6 +156,7 @@ def test_a_bench_that_is_complete_measures_nothing_again(
     Book(path, SETTINGS).add(row_of(load))
     before = path.read_bytes()
     monkeypatch.delattr(control_cli, "Contest")  # whoever measures fails
+    monkeypatch.setattr(Jobs, "do", staticmethod(at_once))
     words = ["--loads", "NaN", "--seeds", "2", "--json", str(path), "--continue", "--no-progress"]
     assert main(["bench", "control", *words]) == 0
     assert "98.0 %" in capsys.readouterr().out

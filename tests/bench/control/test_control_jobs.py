@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import InvalidRequest
 from bench.child import ChildError
 from bench.control.jobs import Jobs
 from bench.traces import TraceError, find_trace
+from engine.tuning import Tuning
 from tests.bench.control.test_control_command import measured, short
 
 
@@ -52,6 +54,9 @@ async def test_what_a_function_raises_is_raised_where_it_was_asked_for() -> None
     try:
         with pytest.raises(TraceError, match="no_such_trace"):
             await jobs.do(find_trace, "azure2023/no_such_trace.csv")
+        with pytest.raises(InvalidRequest, match="max_num_seqs") as refused:
+            await jobs.do(Tuning.check, Tuning(0, 1, 1), Tuning(8, 8, 8))
+        assert refused.value.field == "max_num_seqs"
         assert await jobs.do(abs, -3) == 3
     finally:
         jobs.close()

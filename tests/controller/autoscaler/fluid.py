@@ -6,7 +6,7 @@ Coarse on purpose: one step per tick, no single calls. What calls feel under a r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.request import Role
@@ -72,17 +72,19 @@ class Fluid:
         now = facts(self.workers, *self.traffic(self.now_s), now_s=self.now_s, budget=self.budget)
         free = None if self.machines is None else self.machines - sum(w.num_gpus for w in self.workers)
         load, kinds = sizing(loads_of(now.classes, {})), kinds_of(now)
-        says = {role: self._load(load, kinds[role]) for role in kinds if self.ready(role)}
-        ready = tuple(replace(w, load=says[w.role]) if w.state is State.READY else w for w in self.workers)
+        says = {role: self._loads(load, kinds[role]) for role in kinds if self.ready(role)}
+        ready = tuple(replace(w, load=next(says[w.role])) if w.state is State.READY else w for w in self.workers)
         return replace(now, queued_tokens=int(self.queued_tokens), spare_gpus=free, workers=ready)
 
-    def _load(self, load: Load, kind: Kind) -> WorkerLoad:
-        """Of each ready worker. Decode's batch as Little's law has it, as far as memory goes."""
-        if kind.role is Role.PREFILL or not load.classes:
-            return WorkerLoad(self.now_s, 0, 0, 0, 0.01, 0)
-        most, _ = need.most_seqs(kind, load)
-        batch = min(most, need.steady_batch(kind, load, load.outputs_per_s / self.ready(kind.role)))
-        return WorkerLoad(self.now_s, round(batch), 0, round(batch * load.context_tokens), 0.01, 0)
+    def _loads(self, load: Load, kind: Kind) -> Iterator[WorkerLoad]:
+        """Of one ready worker after the other. Decode's batch as Little's law has it, as far as memory goes; sequences are whole,
+        and the pool's are as many as there should be."""
+        batch, num = 0.0, self.ready(kind.role)
+        if kind.role is not Role.PREFILL and load.classes:
+            batch = min(need.most_seqs(kind, load)[0], need.steady_batch(kind, load, load.outputs_per_s / num))
+        for place in range(num):
+            num_seqs = round((place + 1) * batch) - round(place * batch)
+            yield WorkerLoad(self.now_s, num_seqs, 0, round(num_seqs * load.context_tokens), 0.01, 0)
 
     def _progress(self) -> None:
         """What is under way comes true; prompts are computed."""

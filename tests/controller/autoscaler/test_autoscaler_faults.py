@@ -195,6 +195,18 @@ def test_background_classes_ask_for_no_worker_until_they_miss_their_own_targets(
     assert missed.ready(Role.PREFILL) > 1
 
 
+def test_a_background_class_that_starves_is_counted_in_also_where_a_pool_rests_within_the_band() -> None:
+    slo = SLO("batch", ttft_ms=60_000.0, tpot_ms=200.0, priority=-1)
+    starved = chat(100.0, 4_000.0, 400.0, slo=slo, num_judged=3_000.0, num_missed_ttft=3_000.0)
+    scaler = Autoscaler(TIMES)
+    fluid = Fluid(scaler, fleet(11, 5), lambda _: [chat(440.0), starved])  # ten and six are wanted, five are enough
+    fluid.run(1)
+    assert scaler.wanted.decode > fluid.ready(Role.DECODE)
+    assert not fluid.counts()["Create"]
+    fluid.run(9)
+    assert fluid.counts()["Create"]
+
+
 def test_every_proposal_says_why_and_from_what() -> None:
     fluid = Fluid(Autoscaler(TIMES), fleet(1, 3), lambda at_s: [chat(100.0 if at_s < 300 else 5.0)])
     fluid.run(120)

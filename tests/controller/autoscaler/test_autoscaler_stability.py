@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.request import Role
-from router.controller.autoscaler.acts import Create, Drain, Flip, Undrain, Wake
+from baton.slo import SLO
+from router.capacity import TPOT_SHARE
+from router.controller.autoscaler.acts import Create, Drain, Flip, Tune, Undrain, Wake
 from router.controller.autoscaler.autoscaler import Autoscaler, Times
 from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, State, WorkerLoad
 from router.controller.settings import Budget, PoolBounds
-from tests.controller.autoscaler.fleets import CHAT, chat, facts, fleet, worker
+from router.controller.step_model import StepWork, Terms
+from tests.controller.autoscaler.fleets import CHAT, TERMS, chat, facts, fleet, worker
 from tests.controller.autoscaler.fluid import Fluid
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -161,3 +164,23 @@ def test_what_cannot_be_believed_decides_nothing(data: st.DataObject) -> None:
         spoilt = (*good[:-1], replace(good[-1], load=nonsense(now_s)))
         silent = (*good[:-1], replace(good[-1], load=None))
         assert list(one.look(replace(now, workers=spoilt))) == list(other.look(replace(now, workers=silent)))
+
+
+def room_for(batch: float, prompt: float = 4_000.0, output: float = 1_000.0) -> SLO:
+    """A class whose pace leaves room for so many sequences of such calls."""
+    tokens = batch * (prompt + output / 2)
+    return SLO("interactive", ttft_ms=4_000.0, tpot_ms=1e3 * TERMS.step_s(StepWork(batch, tokens)) / TPOT_SHARE)
+
+
+def test_steps_that_are_told_one_percent_longer_and_shorter_turn_no_pool_whose_batches_are_small() -> None:
+    """One more or fewer in a batch of two is half the pool; steps swing over 20 minutes, so holds do not outlast them."""
+
+    def told(now: FleetFacts) -> FleetFacts:
+        longer = 1 + 0.01 * math.sin(2 * math.pi * now.now_s / 1_200.0)
+        terms = Terms(*(longer * value for value in astuple(TERMS)))
+        return replace(now, steps=dict.fromkeys(Role, terms))
+
+    calls = chat(0.8, 4_000.0, 1_000.0, slo=room_for(2.0))
+    fluid = Fluid(Autoscaler(TIMES), fleet(1, 1), lambda _: [calls], times=TIMES, change=told)
+    fluid.run(240)
+    assert not [act for at_s, act in fluid.acts if at_s > 600.0 and not isinstance(act.act, Tune)]
