@@ -41,6 +41,7 @@ class Pod:
     node: str = ""
     is_ready: bool = False
     is_terminating: bool = False
+    is_preparing: bool = False  # an init container runs, for the first time: it fetches a model, say
     reason: str = ""  # of the whole pod: Evicted, NodeLost
     message: str = ""
     unschedulable: str = ""  # the scheduler's words
@@ -138,6 +139,7 @@ def pod_of(body: JsonObject) -> Pod:
         node=(body.get("spec") or {}).get("nodeName", ""),
         is_ready=_holds(conditions.get("Ready")),
         is_terminating=bool(meta.get("deletionTimestamp")),
+        is_preparing=any(_runs_first(c) for c in inits),
         reason=status.get("reason", ""),
         message=status.get("message", ""),
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
@@ -150,6 +152,10 @@ def pod_of(body: JsonObject) -> Pod:
 
 def _holds(condition: JsonObject | None) -> bool:
     return condition is not None and condition.get("status") == "True"
+
+
+def _runs_first(container: JsonObject) -> bool:
+    return "running" in (container.get("state") or {}) and not container.get("restartCount")
 
 
 def _unschedulable(condition: JsonObject | None) -> str:
