@@ -18,6 +18,7 @@ from router.controller.autoscaler.acts import Drain
 from router.controller.fleet_state import FAILED
 from router.controller.kube import care, conditions, fleet, pods, status, upgrade
 from router.controller.kube import platform as kube_platform
+from router.controller.kube.lease import KubeLease
 from router.controller.pool_orders import Order
 from router.controller.settings import PoolBounds
 from tests.kube.fake_api_faults import Fault
@@ -251,7 +252,9 @@ async def test_a_pool_scaled_by_hand_beyond_the_budget_is_said(tmp_path: Path) -
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
-async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(tmp_path: Path) -> None:
+async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seed = tmp_path / "slo.json"
     seed.write_text(json.dumps([{"name": "interactive", "ttft_ms": 500.0, "tpot_ms": 20.0}]))
     async with release_of(tmp_path, prefill=1, decode=1, slo_seed=str(seed)) as rig:
@@ -264,8 +267,9 @@ async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(tmp
         async with httpx.AsyncClient(transport=transport, base_url="http://controller") as client:
             told = await client.get("/admin/v1/kubernetes", headers={"authorization": "Bearer secret"})
             assert (await client.get("/leaderz")).status_code == 200
-            rig.platform.lease.is_lost = True
-            assert (await client.get("/leaderz")).status_code == 503
+            with monkeypatch.context() as run_out:
+                run_out.setattr(KubeLease, "is_held", property(lambda _: False))
+                assert (await client.get("/leaderz")).status_code == 503
         body = told.json()
         assert [(one["home"], one["desired"]) for one in body["sizes"]] == [("prefill", 1), ("decode", 1)]
         assert body["conditions"][0]["condition"]["remedy"]

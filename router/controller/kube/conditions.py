@@ -88,7 +88,7 @@ def _all(now: Symptoms) -> Iterator[Condition]:
     if now.head_away:
         yield Condition(
             HEAD_AWAY, (), now.head_away,
-            "workers serve on; none can be started or ended. See its pod and volume: kubectl describe pod <name>-head-0",
+            "workers serve on; none can be started or ended. See its pod and volume with kubectl describe",
         )  # fmt: skip
     for short in now.short:
         yield from _refused(short)

@@ -145,7 +145,7 @@ class Platform:
 
     def show(self, app: FastAPI, tokens: Callable[[], Sequence[Token]], registry: Registry) -> None:
         """Add what the admin endpoint says of the cluster, and its metrics."""
-        app.include_router(kube_routes(self.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        app.include_router(kube_routes(self.status, lambda: self.lease.is_held, Doors(tokens)))
         self.show_metrics(registry)
 
     def status(self) -> Status:
