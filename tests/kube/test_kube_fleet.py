@@ -64,6 +64,32 @@ async def test_each_pod_that_runs_gets_its_worker_at_its_own_address(fake: FakeA
         assert [rig.controller.fleet.get(name).extra for name in rig.ids()] == [False] * 3
 
 
+async def test_a_worker_computes_with_all_cores_of_its_pod(fake: FakeApi, tmp_path: Path) -> None:
+    async with running(fake, tmp_path, decode=3, prefill_cores=8, decode_cores=4) as rig:
+        threads = {config.worker_id: config.engine.num_threads for config in rig.ray.started}
+        assert threads == {"demo-prefill-0": 8, **{f"demo-decode-{n}": 4 for n in range(3)}}
+
+
+async def test_a_worker_s_fabric_is_what_its_pod_s_label_says(fake: FakeApi, tmp_path: Path) -> None:
+    fake.load(release(prefill=1, decode=1), NAMESPACE)
+    cluster = cluster_of(fake, tmp_path, fabric_label="acme/island")
+    async with rig_of(fake, tmp_path, cluster) as rig:
+        for name in ("demo-prefill-0", "demo-decode-0"):
+            rig.make_pod(name, phase="Pending")
+        body = rig.get(PODS, "demo-decode-0")
+        body["metadata"]["labels"]["acme/island"] = "east"  # as an admission plugin does when the pod is bound
+        fake.verbs.update(PODS, NAMESPACE, "demo-decode-0", body)
+        for name in ("demo-prefill-0", "demo-decode-0"):
+            rig.tell_pod(name)
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: len(rig.ray.started) == 2)
+        assert {config.worker_id: config.fabric for config in rig.ray.started} == {
+            "demo-prefill-0": "",
+            "demo-decode-0": "east",
+        }
+        looking.cancel()
+
+
 async def test_a_new_fleet_gets_its_initial_sizes_although_the_chart_names_none(fake: FakeApi, tmp_path: Path) -> None:
     fake.load(release(prefill=1, decode=1), NAMESPACE)
     async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, prefill=2, decode=3)) as rig:

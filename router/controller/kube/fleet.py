@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from baton import clock
@@ -85,7 +86,7 @@ class KubeFleet:
         self._leads = leads
         self._now_s = now_s
         control_address = cluster.kubernetes.control_address
-        self._make_config = WorkerConfigs(cluster, control_address, int(cluster.controller.worker_num_cpus))
+        self._make_config = WorkerConfigs(cluster, control_address, partial(_cores_of, cluster.kubernetes))
         self._started: dict[str, str] = {}  # worker -> uid of the pod that it was started on
         self._begun_s: dict[str, float] = {}  # when its start was last asked for
         self._waiting_since_s: dict[str, float] = {}  # workers whose pods do not run
@@ -333,6 +334,11 @@ class KubeFleet:
 def shape_of(cluster: ClusterConfig, role: Role) -> str:
     """Of a pool's pods, and how KV is kept there where that depends on the pool: a flip does not change that."""
     config = cluster.kubernetes
-    shape = config.prefill_shape if role is Role.PREFILL else config.decode_shape
+    shapes = {Role.PREFILL: config.prefill_shape, Role.DECODE: config.decode_shape, Role.BOTH: config.both_shape}
     dtype = cluster.engine_of(role.name.lower()).kv_dtype(cluster.model.dtype)
-    return shape if cluster.decode_kv_cache_dtype == "auto" else f"{shape}-{dtype}"
+    return shapes[role] if cluster.decode_kv_cache_dtype == "auto" else f"{shapes[role]}-{dtype}"
+
+
+def _cores_of(config: KubernetesConfig, role: Role) -> int:
+    """Of a pod of the role's pool. Pods that flip are alike, so it is theirs, too."""
+    return {Role.PREFILL: config.prefill_cores, Role.DECODE: config.decode_cores, Role.BOTH: config.both_cores}[role]
