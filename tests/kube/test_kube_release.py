@@ -39,6 +39,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (fleet, "REVIVE_S", 0.2),
         (pods, "MIN_PAUSE_S", 0.02),
         (kube_platform, "_CARE_S", 0.03),
+        (conditions, "RECENT_S", 3.0),
         (care, "HEAD_S", 0.05),
         (care, "EVENTS_S", 0.05),
         (care, "SHORT_S", 0.1),
@@ -208,6 +209,7 @@ async def test_a_worker_killed_for_memory_comes_back_and_is_said(tmp_path: Path)
         await rig.until(lambda: conditions.OUT_OF_MEMORY in rig.conditions())
         assert {"demo-prefill-0", "demo-decode-0"} <= rig.serving()
         await rig.until(lambda: rig.serving() == ALL)
+        await rig.until(lambda: not rig.conditions())
 
 
 async def test_a_node_that_is_lost_is_said_and_its_workers_come_back_with_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 FLEET_LABEL = "baton.dev/fleet"
@@ -26,6 +27,7 @@ class Waiting:
     reason: str = ""  # ImagePullBackOff, CrashLoopBackOff, OOMKilled, ...
     message: str = ""
     exit_code: int = 0
+    ended_unix_s: float = float("-inf")  # long ago, where nobody said when
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Happened:
 
 
 def pod_of(body: JsonObject) -> Pod:
-    """Raises: KeyError, TypeError: it has no name."""
+    """Raises: KeyError, TypeError, ValueError: it is none."""
     meta, status = body["metadata"], body.get("status") or {}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or ()}
     containers: Sequence[JsonObject] = status.get("containerStatuses") or ()
@@ -183,7 +185,9 @@ def _last_end(containers: Sequence[JsonObject]) -> Waiting:
         state = container.get("state") or {}
         ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated")
         if ended:
-            return Waiting(ended.get("reason", ""), ended.get("message", ""), int(ended.get("exitCode", 0)))
+            code, at = int(ended.get("exitCode", 0)), ended.get("finishedAt")
+            ended_unix_s = datetime.fromisoformat(at).timestamp() if at else float("-inf")
+            return Waiting(ended.get("reason", ""), ended.get("message", ""), code, ended_unix_s)
     return Waiting()
 
 
