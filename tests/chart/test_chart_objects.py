@@ -93,6 +93,14 @@ def test_controllers_that_wait_are_ready_so_that_a_rollout_ends() -> None:
     assert release.get("PodDisruptionBudget", "demo-baton-controller")["spec"]["maxUnavailable"] == 1
 
 
+def test_a_router_has_time_to_hash_the_weights_of_a_large_model() -> None:
+    largest, disk = 140e9, 300e6  # bytes of 70B parameters in bfloat16; bytes a second of a network volume
+    spec = render(MATRIX["a claim with the model"]).get("Deployment", "demo-baton-router")["spec"]["template"]["spec"]
+    for container in spec["containers"]:
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] > largest / disk
+
+
 def test_no_selector_asks_for_the_live_role() -> None:
     for _, selector, _ in selectors(render(EVERYTHING)):
         assert not selector.keys() & {"baton.dev/role", "llm-d.ai/role", "app.kubernetes.io/version", "team"}
