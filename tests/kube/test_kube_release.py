@@ -176,6 +176,22 @@ async def test_one_error_of_the_server_at_a_surge_neither_stops_an_upgrade_nor_l
         assert rig.lowest == 2  # the surges came all the same
 
 
+@pytest.mark.parametrize("scaler", ["none", "hpa"])
+async def test_where_sizes_are_somebody_else_s_an_upgrade_writes_none_and_says_what_it_lacks(
+    tmp_path: Path, scaler: str
+) -> None:
+    async with release_of(tmp_path, prefill=1, decode=2, scaler=scaler) as rig:
+        written = rig.fake.faults.add(Fault(resource="statefulsets/scale", verb="update"))  # it only counts
+        rig.upgrade("baton-worker:2")
+        await rig.until(lambda: conditions.UPGRADE_PAUSED in rig.conditions())
+        assert f"not the controller's (scaler.type = {scaler})" in rig.conditions()[conditions.UPGRADE_PAUSED]
+        assert rig.images() == dict.fromkeys(ALL, "baton-worker:2") | {"demo-prefill-0": "baton-worker:1"}
+        assert written.hits == 0
+        rig.scale("prefill", 2)  # as its owner does
+        both = {*ALL, "demo-prefill-1"}
+        await rig.until(lambda: rig.images() == dict.fromkeys(both, "baton-worker:2") and rig.serving() == both)
+
+
 async def test_a_surge_is_written_down_before_it_is_asked_for_and_a_successor_takes_it_back(tmp_path: Path) -> None:
     async with release_of(tmp_path, prefill=1, decode=2) as rig:
         await rig.controller.surge_from("decode", 1)  # as a leader that died then left it

@@ -110,7 +110,7 @@ class Platform:
         self._care = Care(*near, told, leads, kubernetes.sick_s)
         drain_s = cluster.router.drain_s
         self._upgrade = Upgrade(
-            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s
+            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s, kubernetes.scaler
         )
         seeded = seeded_classes(kubernetes, ()) or None
         self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, self._upgrade)
