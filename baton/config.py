@@ -252,6 +252,7 @@ class KubernetesConfig:
     token_file: str = ""  # with `api_server`: a bearer token
     ca_file: str = ""  # with `api_server`: PEM; "" = the system's
     mode: str = "statefulset"  # what sizes pools: statefulset | kuberay | external (nobody here)
+    scaler: str = "slo"  # who decides on sizes: slo (the controller) | hpa | none (values)
     control_address: str = ""  # host:port at which worker pods reach the controller
     worker_port: int = 7_100  # on each worker pod's own address
     gpus_per_worker: int = 1

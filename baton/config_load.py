@@ -167,6 +167,7 @@ _LIMITS: Mapping[str, Limit] = {
     "controller.worker_num_cpus": Limit("of Ray's accounting", 0.001, 1_024),
     "controller.log_level": _LOG,
     "kubernetes.mode": Limit("what sizes pools", choices=("statefulset", "kuberay", "external")),
+    "kubernetes.scaler": Limit("who decides on sizes", choices=("slo", "hpa", "none")),
     "kubernetes.worker_port": _PORT,
     "kubernetes.gpus_per_worker": Limit("0 = workers without GPUs", 0, 1_024),
     "kubernetes.prefill_min": _PODS,

@@ -68,6 +68,8 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__ENGINE__CHUNK_TOKENS": "4096"}, ["engine.chunk_tokens", "4096", "2048"]),
         ({"BATON__KV__NUM_SLOTS": "65"}, ["kv.num_slots", "65", "between 2 and 64"]),  # more is refused by every peer
         ({"BATON__KV__FRAME_BYTES": "67108865"}, ["kv.frame_bytes", "67108865", "67108864"]),
+        ({"BATON__PREFILL": "1001"}, ["prefill", "1001", "between 0 and 1000"]),  # the largest fleet that was measured
+        ({"BATON__ROUTER__BATCH__DATABASE": "x"}, ["router.batch.database", "follows controller.database"]),
         ({"BATON__KV__MODE": "fast"}, ["kv.mode = 'fast'", "auto, staged, direct"]),
         ({"BATON__KV__UCX": "x"}, ["kv.ucx", "section"]),
         ({"BATON__KV__UCX__UCX_RNDV_THRESH": "1"}, ["kv.ucx.UCX_RNDV_THRESH", "leave out the prefix UCX_"]),

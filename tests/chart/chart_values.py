@@ -95,6 +95,7 @@ MATRIX: dict[str, dict[str, Any]] = {
                 "external": {"address": "ray.acme:6379", "tokenSecret": "t"},
             },
             "scaler": {"type": "none"},
+            "networkPolicy": {"rayFrom": [{"podSelector": {"matchLabels": {"ray.io/node-type": "head"}}}]},
         },
     ),
     "redis": merged(

@@ -135,6 +135,11 @@ def test_workers_are_told_their_island_by_their_pods_and_routers_to_stay_in_it()
     assert cluster_of(named).kubernetes.fabric_label == "acme/island"
 
 
+@pytest.mark.parametrize("scaler", ["slo", "none"])
+def test_the_controller_is_told_who_decides_on_sizes(scaler: str) -> None:
+    assert cluster_of(render(merged(LEAST, {"scaler": {"type": scaler}}))).kubernetes.scaler == scaler
+
+
 def test_pools_of_equal_hardware_may_flip_and_others_may_not() -> None:
     alike = cluster_of(render(LEAST)).kubernetes
     assert alike.prefill_shape == alike.decode_shape

@@ -93,6 +93,14 @@ def test_controllers_that_wait_are_ready_so_that_a_rollout_ends() -> None:
     assert release.get("PodDisruptionBudget", "demo-baton-controller")["spec"]["maxUnavailable"] == 1
 
 
+def test_a_router_has_time_to_hash_the_weights_of_a_large_model() -> None:
+    largest, disk = 140e9, 300e6  # bytes of 70B parameters in bfloat16; bytes a second of a network volume
+    spec = render(MATRIX["a claim with the model"]).get("Deployment", "demo-baton-router")["spec"]["template"]["spec"]
+    for container in spec["containers"]:
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] > largest / disk
+
+
 def test_no_selector_asks_for_the_live_role() -> None:
     for _, selector, _ in selectors(render(EVERYTHING)):
         assert not selector.keys() & {"baton.dev/role", "llm-d.ai/role", "app.kubernetes.io/version", "team"}
@@ -238,6 +246,27 @@ def test_who_may_reach_whom() -> None:
     assert peers["router"] == [(set(), ["http", "grpc"])]
 
 
+def test_pods_and_a_head_of_somebody_else_reach_the_controller() -> None:
+    release = render(MATRIX["external"])
+    (policy,) = (p for p in release.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-controller"))
+    control, ray, _ = policy["spec"]["ingress"]
+    theirs = {"podSelector": {"matchLabels": {"baton.dev/fleet": "demo-baton"}}}  # what docs/kubernetes.md asks of them
+    head = {"podSelector": {"matchLabels": {"ray.io/node-type": "head"}}}
+    assert (control["ports"][0]["port"], theirs in control["from"]) == ("control", True)
+    assert (ray["ports"][0]["port"], theirs in ray["from"], head in ray["from"]) == (6380, True, True)
+
+
+@pytest.mark.parametrize("tls", [{"secret": ""}, {"secret": "grpc-tls"}, {"secret": "grpc-tls", "clientCa": True}])
+def test_the_port_of_grpc_is_said_and_tried_as_it_is(tls: dict[str, Any]) -> None:
+    release = render(merged(LEAST, {"router": {"tls": tls}}))
+    (port,) = (p for p in release.get("Service", "demo-baton-router")["spec"]["ports"] if p["name"] == "grpc")
+    assert port.get("appProtocol") == (None if tls["secret"] else "kubernetes.io/h2c")
+    assert release.has("Pod", "demo-baton-test-grpc") is not bool(tls.get("clientCa"))  # it could show no certificate
+    for pod in release.of_kind("Pod"):
+        secrets = [volume["secret"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+        assert all(secret.get("optional") for secret in secrets)  # a public certificate has no ca.crt beside it
+
+
 def test_both_pools_stay_in_one_island_of_the_fabric() -> None:
     required = {
         json.dumps(pod["spec"]["affinity"]["podAffinity"], sort_keys=True) for _, pod in render(EVERYTHING).workers()
@@ -257,6 +286,17 @@ def test_what_the_user_asks_of_placement_stays_beside_the_fabric() -> None:
     values = merged(EVERYTHING, {"pools": {"decode": {"affinity": mine}}})
     affinity = dict(render(values).workers())["decode"]["spec"]["affinity"]
     assert affinity.keys() == {"nodeAffinity", "podAffinity"}
+
+
+@pytest.mark.parametrize(("name", "when"), [("everything", "required"), ("near in the fabric", "preferred")])
+def test_a_pod_affinity_of_the_user_s_is_kept_beside_the_fabric_s(name: str, when: str) -> None:
+    rule = f"{when}DuringSchedulingIgnoredDuringExecution"
+    term = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "cache"}}}
+    mine = term if when == "required" else {"weight": 7, "podAffinityTerm": term}
+    release = render(merged(MATRIX[name], {"pools": {"decode": {"affinity": {"podAffinity": {rule: [mine]}}}}}))
+    for home, pod in release.workers():
+        terms = pod["spec"]["affinity"]["podAffinity"][rule]
+        assert (mine in terms, len(terms)) == ((True, 2) if home == "decode" else (False, 1))
 
 
 def test_a_claim_of_devices_takes_the_place_of_the_resource() -> None:

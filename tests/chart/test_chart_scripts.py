@@ -192,6 +192,19 @@ def test_the_check_of_grpc_wants_a_router_that_serves(scripts: Scripts) -> None:
         server.stop(0).wait()
 
 
+def test_the_check_of_grpc_trusts_who_the_system_trusts_where_no_authority_is_named(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots: list[bytes | None] = []
+    monkeypatch.setattr(grpc, "ssl_channel_credentials", roots.append)
+    monkeypatch.setattr(grpc, "secure_channel", lambda address, _: grpc.insecure_channel(address))
+    (tmp_path / "ca.crt").write_bytes(b"a certificate")
+    for file in ("ca.crt", "none.crt"):
+        with pytest.raises(grpc.RpcError):  # nobody serves there
+            scripts.run("check_grpc.py", "127.0.0.1:1", str(tmp_path / file))
+    assert roots == [b"a certificate", None]
+
+
 @needs_helm
 def test_every_module_that_a_pod_runs_is_there() -> None:
     called = set()

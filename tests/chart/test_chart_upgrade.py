@@ -123,6 +123,18 @@ def test_groups_of_a_ray_cluster_keep_their_sizes_over_a_forced_upgrade(cluster:
     assert groups[0]["template"]["metadata"]["labels"]["team"] == "search"
 
 
+def test_the_heads_storage_changes_once_its_set_is_gone_as_the_guide_says(cluster: HelmCluster) -> None:
+    other = merged(STILL, {"ray": {"gcs": {"storage": "memory"}}})
+    cluster.install(STILL)
+    with cluster.api.client() as whole:
+        apps = client.AppsV1Api(whole)
+        with pytest.raises(AssertionError, match="Forbidden"):
+            cluster.upgrade(other)
+        apps.delete_namespaced_stateful_set("demo-baton-head", NAMESPACE, propagation_policy="Orphan")
+        cluster.upgrade(other)
+        assert not apps.read_namespaced_stateful_set("demo-baton-head", NAMESPACE).spec.volume_claim_templates
+
+
 def test_slo_state_outlives_an_uninstall_and_is_found_again(cluster: HelmCluster) -> None:
     cluster.install(STILL)
     with cluster.api.client() as whole:

@@ -40,6 +40,7 @@ WHERE: dict[str, Values] = {
     "batch": MATRIX["batches"],
     "emulation": MATRIX["emulated"],
     "networkPolicy.enabled": LEAST,
+    "networkPolicy.rayFrom": MATRIX["external"],
 } | {f"pools.{role}.gpu.claimTemplate": LEAST for role in ("prefill", "decode")} | {
     "pools.both.gpu.claimTemplate": MATRIX["colocated"],
     "modelCache.prefetch.enabled": MATRIX["a claim that others fill"],
@@ -52,6 +53,7 @@ SHAPES: dict[str, Any] = {
     "networkPolicyFrom": [{"podSelector": {"matchLabels": {"zz{n}": "x"}}}],
     "clientsFrom": [{"podSelector": {"matchLabels": {"zz{n}": "x"}}}],
     "metricsFrom": [{"podSelector": {"matchLabels": {"zz{n}": "x"}}}],
+    "rayFrom": [{"podSelector": {"matchLabels": {"zz{n}": "x"}}}],
     "classes": [{"name": "interactive", "ttftMs": 2000, "tpotMs": 100}, {"name": "zz{n}", "ttftMs": 1, "tpotMs": 1}],
     "pullSecrets": ["zz{n}"],
     "hcas": ["zz{n}"],
@@ -196,6 +198,7 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("an HPA of worker groups", {"ray": {"mode": "kuberay"}, "scaler": {"type": "hpa"}}, "scaler.type must be slo"),
         ("an HPA without its metrics", {}, "metrics.prometheusRule.enabled record"),
         ("somebody's head", {"ray": {"external": {"address": "a:1"}}}, "ray.external is set, but ray.mode is kuberay"),
+        ("a head that is the chart's", {"networkPolicy": {"rayFrom": [{}]}}, "networkPolicy.rayFrom is set, but ray.mode is"),
         ("redis without an address", {"ray": {"gcs": {"storage": "redis"}}}, "set ray.gcs.redis.address"),
         ("half of mTLS", {"auth": {"internalTls": {"workerSecret": "x"}}}, "or none of them"),
         ("a chunk larger than a step", {"engine": {"chunkTokens": 9999}}, "a chunk has to fit in a step"),
@@ -226,6 +229,7 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
     ],
     "a head that is not named": [
         ("no address", {"ray": {"mode": "external"}}, "set ray.external.address and ray.external.tokenSecret"),
+        ("a head that is kept out", {}, "name the pods of its head in networkPolicy.rayFrom"),
         ("sizes of somebody else's pods", {}, "scaler.type must be none"),
         ("an island for somebody else's pods", {"fabric": {"topologyKey": "x"}}, "place those pods where they are made"),
         ("redis of another storage", {"ray": {"gcs": {"redis": {"address": "r:1"}}}}, "but ray.gcs.storage is rocksdb"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,6 +34,12 @@ class StandInRay:
         self.ended: list[str] = []
         self.fails = ""
         self.is_closed = False
+        self.answers = threading.Event()  # as long as it is not set, whoever connects hangs, as Ray's drivers do
+        self.answers.set()
+
+    def connect(self, cluster: ClusterConfig) -> StandInRay:
+        self.answers.wait()
+        return self
 
     def start(self, config: WorkerConfig) -> str:
         self.started.append(config)
@@ -70,7 +77,7 @@ class Rig:
 
     async def begin(self) -> None:
         await asyncio.to_thread(self.platform.lease.take)
-        self.fleet = self.platform.machines(self.controller, lambda _: self.ray)
+        self.fleet = self.platform.machines(self.controller, self.ray.connect)
 
     def announce(self, worker_id: str, epoch: int = 1, ip: str = "10.0.0.1") -> None:
         """As the process that was started there would. Nobody answers at that address: its Session stays unopened."""

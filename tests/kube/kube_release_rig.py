@@ -194,6 +194,13 @@ class Release:
         changed = replace(live.revision.value, budget=replace(Budget(), **bounds))  # type: ignore[arg-type]
         await live.put(live.revision.version, changed, "a test", "a test")
 
+    def scale(self, home: str, replicas: int) -> None:
+        """As `kubectl scale` does."""
+        name = f"{FULLNAME}-{home}"
+        body = self.fake.verbs.get(STATEFUL_SETS, NAMESPACE, name, "scale")
+        body["spec"]["replicas"] = replicas
+        self.fake.verbs.update(STATEFUL_SETS, NAMESPACE, name, body, "scale")
+
     def upgrade(self, image: str) -> None:
         """As `helm upgrade` does."""
         for home in ("prefill", "decode"):

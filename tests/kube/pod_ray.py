@@ -20,7 +20,7 @@ from baton.config import ClusterConfig, WorkerConfig
 from tests.integration.fleet_rig import WorkerProcess
 from tests.kube.fake_kubelet_pods import PodToRun
 
-START_S = 60.0  # a worker starts in 1-2 s; other work shares these cores
+START_S = 180.0  # a worker starts in 1-2 s; other work shares these cores
 STOP_S = 3.0  # as pools.py has it
 RESTART_S = 1.0  # Ray takes 1-9 s
 

@@ -61,6 +61,7 @@ from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0  # other work shares these cores
+START_S = 240.0  # of all processes at once: 15 s of CPU each
 # A decode step of the 70B on 4 H100 takes 50 ms here, and all that the cluster waits for is as slow; Kubernetes has its own pace
 EMULATION = EmulationConfig(gpu="h100", model="llama-3.1-70b", tp=4, time_scale=5.0)
 GPU = "nvidia.com/gpu"
@@ -379,7 +380,7 @@ async def kube_rig(
                 rig = KubeRig(folder, api, kubelet, ray, cluster, front_end, stub, door, key)
                 rig.start_controller()
                 try:
-                    await rig.until(lambda: len(rig.ready()) == prefill + decode, "all workers are ready")
+                    await rig.until(lambda: len(rig.ready()) == prefill + decode, "all workers are ready", START_S)
                     yield rig
                 finally:
                     await asyncio.to_thread(_end_all, rig.controllers)

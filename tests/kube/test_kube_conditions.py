@@ -19,7 +19,7 @@ from router.controller.kube.objects import Happened, Pod, pod_of
 
 
 def told(*pods: Pod, **more: object) -> list[Condition]:
-    return conditions(Symptoms({one.name: one for one in pods}, (), **more))  # type: ignore[arg-type]
+    return conditions(Symptoms({one.name: one for one in pods}, (), **({"now_unix_s": 0.0} | more)))  # type: ignore[arg-type]
 
 
 def pod(name: str = "demo-decode-0", **status: Any) -> Pod:
@@ -62,6 +62,24 @@ def test_a_pod_that_is_well_or_only_starts_is_no_condition() -> None:
     assert not told(pod(phase="Running", podIP="10.0.0.1"), pod("b", **waiting("ContainerCreating")))
 
 
+@pytest.mark.parametrize("kind", [kinds.OUT_OF_MEMORY, kinds.CRASHING])
+def test_a_pod_that_has_been_ready_again_for_long_is_no_condition_however_it_ended_before(kind: str) -> None:
+    reason = "OOMKilled" if kind == kinds.OUT_OF_MEMORY else "Error"
+    last = {"terminated": {"reason": reason, "exitCode": 137, "finishedAt": "1970-01-01T01:00:00Z"}}
+    restarted = [{"state": {"running": {}}, "lastState": last, "restartCount": 7}]
+
+    def one(ready: str) -> Pod:
+        conditions = [{"type": "Ready", "status": ready}]
+        return pod(phase="Running", podIP="10.0.0.1", conditions=conditions, containerStatuses=restarted)
+
+    def found(one: Pod, now_unix_s: float) -> list[str]:
+        return [held.kind for held in told(one, now_unix_s=now_unix_s)]
+
+    assert found(one("True"), 3_600.0 + kinds.RECENT_S - 1.0) == [kind]
+    assert found(one("True"), 3_600.0 + kinds.RECENT_S) == []
+    assert found(one("False"), 3_600.0 + kinds.RECENT_S) == [kind]
+
+
 def test_many_pods_of_one_cause_are_one_condition() -> None:
     image = waiting("ErrImagePull", "no such tag")
     [one] = told(pod("demo-decode-0", **image), pod("demo-decode-1", **image), pod("demo-prefill-0", **image))
@@ -93,7 +111,7 @@ def test_server_head_budget_and_upgrade_say_themselves_the_worst_first() -> None
 def test_a_worker_that_fails_on_a_pod_that_runs_is_the_worker_s_own_condition() -> None:
     running = pod(phase="Running", podIP="10.0.0.1")
     member = Member("demo-decode-0", Role.DECODE, FAILED, "no such model")
-    [one] = conditions(Symptoms({running.name: running}, [member]))
+    [one] = conditions(Symptoms({running.name: running}, [member], 0.0))
     assert (one.kind, one.message) == (kinds.SICK, "no such model")
 
 
@@ -105,6 +123,7 @@ def all_conditions() -> list[Condition]:
         Symptoms(
             pods | {running.name: running},
             [Member(running.name, Role.DECODE, FAILED, "no such model")],
+            0.0,
             [Short("demo-decode", 1, quota)],
             api_silence_s=60.0,
             head_away="away",

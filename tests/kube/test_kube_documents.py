@@ -240,3 +240,18 @@ def test_bounds_of_values_are_the_first_budget() -> None:
     config = KubernetesConfig(prefill_min=0, prefill_max=4, decode_min=2, both_min=1, both_max=3)
     expected = Budget(16, prefill=PoolBounds(0, 4), decode=PoolBounds(2, None), both=PoolBounds(1, 3))
     assert seeded_budget(config, Budget(16)) == expected
+
+
+def test_the_record_of_the_largest_fleet_fits_into_a_config_map() -> None:
+    """Two pools of as many workers as the configuration allows, each with what can be said of one."""
+    most = 1_000  # baton/config_load.py, _WORKERS
+    reason = "its pod does not run after 900 s: 0/128 nodes are available: 128 Insufficient nvidia.com/gpu"
+    members = [
+        Member(f"{'f' * 40}-{role.name.lower()}-{n}", role, FAILED, reason, epoch=2**64 - 1)
+        for role in (Role.PREFILL, Role.DECODE)
+        for n in range(most)
+    ]
+    replaced = frozenset((member.worker_id, member.epoch) for member in members)
+    with pytest.raises(ConfigError, match="between 0 and 1000"):
+        load(None, {"BATON__PREFILL": str(most + 1)}, {})
+    assert len(fleet_to_json(SavedFleet(tuple(members), replaced))) < 1 << 20

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,12 +70,79 @@ async def test_a_worker_computes_with_all_cores_of_its_pod(fake: FakeApi, tmp_pa
         assert threads == {"demo-prefill-0": 8, **{f"demo-decode-{n}": 4 for n in range(3)}}
 
 
+async def test_a_worker_s_fabric_is_what_its_pod_s_label_says(fake: FakeApi, tmp_path: Path) -> None:
+    fake.load(release(prefill=1, decode=1), NAMESPACE)
+    cluster = cluster_of(fake, tmp_path, fabric_label="acme/island")
+    async with rig_of(fake, tmp_path, cluster) as rig:
+        for name in ("demo-prefill-0", "demo-decode-0"):
+            rig.make_pod(name, phase="Pending")
+        body = rig.get(PODS, "demo-decode-0")
+        body["metadata"]["labels"]["acme/island"] = "east"  # as an admission plugin does when the pod is bound
+        fake.verbs.update(PODS, NAMESPACE, "demo-decode-0", body)
+        for name in ("demo-prefill-0", "demo-decode-0"):
+            rig.tell_pod(name)
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: len(rig.ray.started) == 2)
+        assert {config.worker_id: config.fabric for config in rig.ray.started} == {
+            "demo-prefill-0": "",
+            "demo-decode-0": "east",
+        }
+        looking.cancel()
+
+
 async def test_a_new_fleet_gets_its_initial_sizes_although_the_chart_names_none(fake: FakeApi, tmp_path: Path) -> None:
     fake.load(release(prefill=1, decode=1), NAMESPACE)
     async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, prefill=2, decode=3)) as rig:
         looking = asyncio.create_task(rig.fleet.start_and_revive())
         await until(lambda: (rig.desired("prefill"), rig.desired("decode")) == (2, 3))
         await until(lambda: len(rig.ids()) == 5)
+        looking.cancel()
+
+
+@pytest.mark.parametrize("trouble", [{"code": 503}, {"drop_answer": True}], ids=["refused", "answer lost"])
+async def test_a_new_fleet_gets_its_initial_sizes_and_no_more_although_the_server_failed_once(
+    fake: FakeApi, tmp_path: Path, trouble: dict[str, Any]
+) -> None:
+    fake.load(release(prefill=1, decode=1), NAMESPACE)
+    fault = fake.faults.add(Fault(verb="update", resource="statefulsets/scale", times=1, **trouble))
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, prefill=2, decode=3)) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: (rig.desired("prefill"), rig.desired("decode")) == (2, 3))
+        await until(lambda: len(rig.ids()) == 5)
+        await asyncio.sleep(0.2)  # more looks
+        assert (rig.desired("prefill"), rig.desired("decode"), fault.hits) == (2, 3, 1)
+        looking.cancel()
+
+
+async def test_an_initial_size_that_is_refused_is_not_asked_for_again(fake: FakeApi, tmp_path: Path) -> None:
+    fake.load(release(prefill=1, decode=1), NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path, prefill=1, decode=3)) as rig:
+        await rig.allow(max_gpus=2)
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: len(rig.ids()) == 2)
+        await rig.allow(max_gpus=4)  # from now on sizes are the operator's and the autoscaler's
+        await asyncio.sleep(0.2)
+        assert rig.desired("decode") == 1
+        looking.cancel()
+
+
+async def test_while_ray_s_head_hangs_pods_are_followed_and_workers_start_once_it_is_back(
+    fake: FakeApi, tmp_path: Path
+) -> None:
+    fake.load(release(prefill=1, decode=1), NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path)) as rig:
+        rig.ray.answers.clear()
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        try:
+            await until(lambda: rig.ids() == ["demo-decode-0", "demo-prefill-0"])
+            rig.make_pod("demo-decode-0", ip="10.0.0.1")
+            rig.announce("demo-decode-0")  # it ran before
+            rig.delete_pod("demo-decode-0")
+            await until(lambda: is_gone(rig, "demo-decode-0"))
+            rig.make_pod("demo-prefill-0", ip="10.0.0.2")
+        finally:
+            rig.ray.answers.set()
+        await until(lambda: rig.ray.names() == ["demo-prefill-0"])
         looking.cancel()
 
 
@@ -157,6 +225,23 @@ async def test_a_pending_pod_blocks_no_shrink_and_is_given_back_in_time(fake: Fa
         await rig.fleet.scale_down(asked)  # as the levers do with one that never came
         rig.controller.forget(asked)
         assert rig.desired("decode") == 2
+
+
+async def test_a_pod_that_fetches_its_model_is_not_late_and_one_that_fails_at_it_is(
+    fake: FakeApi, tmp_path: Path
+) -> None:
+    def fetch(restarts: int, **state: object) -> dict[str, Any]:
+        told = {"name": "fetch", "state": state, "restartCount": restarts}
+        return {"ip": "10.0.0.9", "phase": "Pending", "initContainerStatuses": [told]}
+
+    async with running(fake, tmp_path, pending_s=0.3) as rig:
+        asked = await rig.fleet.scale_up(Role.DECODE, "gpu")
+        rig.make_pod(asked, **fetch(0, running={"startedAt": "2026-01-01T00:00:00Z"}))
+        await asyncio.sleep(0.7)
+        assert rig.state(asked) == STARTING
+        rig.tell_pod(asked, **fetch(1, waiting={"reason": "CrashLoopBackOff"}))
+        rig.tell_pod(asked, **fetch(1, running={"startedAt": "2026-01-01T00:10:00Z"}))  # again, and again
+        await until(lambda: rig.state(asked) == FAILED)
 
 
 async def test_who_scales_by_hand_is_followed_both_ways(fake: FakeApi, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from router.controller.autoscaler.acts import Drain
 from router.controller.fleet_state import FAILED
 from router.controller.kube import care, conditions, fleet, pods, status, upgrade
 from router.controller.kube import platform as kube_platform
+from router.controller.kube.lease import KubeLease
 from router.controller.pool_orders import Order
 from router.controller.settings import PoolBounds
 from tests.kube.fake_api_faults import Fault
@@ -38,6 +39,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (fleet, "REVIVE_S", 0.2),
         (pods, "MIN_PAUSE_S", 0.02),
         (kube_platform, "_CARE_S", 0.03),
+        (conditions, "RECENT_S", 3.0),
         (care, "HEAD_S", 0.05),
         (care, "EVENTS_S", 0.05),
         (care, "SHORT_S", 0.1),
@@ -174,6 +176,22 @@ async def test_one_error_of_the_server_at_a_surge_neither_stops_an_upgrade_nor_l
         assert rig.lowest == 2  # the surges came all the same
 
 
+@pytest.mark.parametrize("scaler", ["none", "hpa"])
+async def test_where_sizes_are_somebody_else_s_an_upgrade_writes_none_and_says_what_it_lacks(
+    tmp_path: Path, scaler: str
+) -> None:
+    async with release_of(tmp_path, prefill=1, decode=2, scaler=scaler) as rig:
+        written = rig.fake.faults.add(Fault(resource="statefulsets/scale", verb="update"))  # it only counts
+        rig.upgrade("baton-worker:2")
+        await rig.until(lambda: conditions.UPGRADE_PAUSED in rig.conditions())
+        assert f"not the controller's (scaler.type = {scaler})" in rig.conditions()[conditions.UPGRADE_PAUSED]
+        assert rig.images() == dict.fromkeys(ALL, "baton-worker:2") | {"demo-prefill-0": "baton-worker:1"}
+        assert written.hits == 0
+        rig.scale("prefill", 2)  # as its owner does
+        both = {*ALL, "demo-prefill-1"}
+        await rig.until(lambda: rig.images() == dict.fromkeys(both, "baton-worker:2") and rig.serving() == both)
+
+
 async def test_a_surge_is_written_down_before_it_is_asked_for_and_a_successor_takes_it_back(tmp_path: Path) -> None:
     async with release_of(tmp_path, prefill=1, decode=2) as rig:
         await rig.controller.surge_from("decode", 1)  # as a leader that died then left it
@@ -207,6 +225,7 @@ async def test_a_worker_killed_for_memory_comes_back_and_is_said(tmp_path: Path)
         await rig.until(lambda: conditions.OUT_OF_MEMORY in rig.conditions())
         assert {"demo-prefill-0", "demo-decode-0"} <= rig.serving()
         await rig.until(lambda: rig.serving() == ALL)
+        await rig.until(lambda: not rig.conditions())
 
 
 async def test_a_node_that_is_lost_is_said_and_its_workers_come_back_with_it(tmp_path: Path) -> None:
@@ -251,7 +270,9 @@ async def test_a_pool_scaled_by_hand_beyond_the_budget_is_said(tmp_path: Path) -
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
-async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(tmp_path: Path) -> None:
+async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seed = tmp_path / "slo.json"
     seed.write_text(json.dumps([{"name": "interactive", "ttft_ms": 500.0, "tpot_ms": 20.0}]))
     async with release_of(tmp_path, prefill=1, decode=1, slo_seed=str(seed)) as rig:
@@ -264,8 +285,9 @@ async def test_operators_see_sizes_drift_and_conditions_and_probes_who_leads(tmp
         async with httpx.AsyncClient(transport=transport, base_url="http://controller") as client:
             told = await client.get("/admin/v1/kubernetes", headers={"authorization": "Bearer secret"})
             assert (await client.get("/leaderz")).status_code == 200
-            rig.platform.lease.is_lost = True
-            assert (await client.get("/leaderz")).status_code == 503
+            with monkeypatch.context() as run_out:
+                run_out.setattr(KubeLease, "is_held", property(lambda _: False))
+                assert (await client.get("/leaderz")).status_code == 503
         body = told.json()
         assert [(one["home"], one["desired"]) for one in body["sizes"]] == [("prefill", 1), ("decode", 1)]
         assert body["conditions"][0]["condition"]["remedy"]

@@ -62,11 +62,13 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         num_blocks: int = 64,
         max_model_len: int = 2048,
         fingerprint: str = "f" * 32,
+        fabric: str = "",
         port: int = 0,
         trust: PeerTrust = PLAIN,
     ) -> None:
         self.worker_id = worker_id
         self._trust = trust
+        self._fabric = fabric
         self.role = role
         self.epoch = new_epoch()
         self.script = Script()
@@ -167,6 +169,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             role=self.role,
             model="tiny",
             fingerprint=self._fingerprint,
+            fabric=self._fabric,
             max_model_len=self._max_model_len,
             num_blocks=self._num_blocks,
             block_size=BLOCK,

@@ -16,7 +16,7 @@ def kube_routes(status: Callable[[], Status], leads: Callable[[], bool], doors: 
 
     @api.get("/leaderz")
     async def leaderz(response: Response) -> dict[str, object]:
-        """503 once another controller leads; one whose API server is away goes on serving routers."""
+        """503 while the Lease is not held; a leader whose API server is away serves routers on, until another one leads."""
         if not leads():
             response.status_code = 503
         return {"leads": leads()}

@@ -6,6 +6,7 @@ nobody does, it is not the pod. A pod that was evicted and is sick again waits t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from baton import clock
@@ -43,7 +44,9 @@ class Care:
         leads: Callable[[], bool],
         sick_s: float,
         now_s: Callable[[], float] = clock.now_s,
+        now_unix_s: Callable[[], float] = time.time,
     ) -> None:
+        """`now_unix_s`: as the API server's dates go."""
         self._controller = controller
         self._homes = homes
         self._pods = pods
@@ -54,6 +57,7 @@ class Care:
         self._leads = leads
         self._sick_s = sick_s
         self._now_s = now_s
+        self._now_unix_s = now_unix_s
         self._sick_since_s: dict[str, float] = {}
         self._num_evicted: dict[str, int] = {}
         self._short_since_s: dict[str, float] = {}
@@ -66,6 +70,7 @@ class Care:
         symptoms = Symptoms(
             pods=self._pods.by_name(),
             members=self._controller.fleet.members(),
+            now_unix_s=self._now_unix_s(),
             short=await self._short(),
             api_silence_s=self._api.client.counts.age_s,
             head_away=self._head[1],

@@ -1,6 +1,7 @@
 """What is wrong with the cluster, in an operator's words: one condition per cause, however many pods, and its remedy. Pure.
 
-A condition is found from what is there at one look, so it ends when its cause does. Whatever it is, the rest serves on.
+A condition is found from what is there at one look, so it ends when its cause does, a crash RECENT_S later. Whatever it is, the
+rest serves on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ KINDS = (
 )  # fmt: skip
 
 AWAY_S = 15.0  # of the API server: three calls that were not answered
+RECENT_S = 600.0  # a crash that brings down a Ready pod is said for so long: twice the kubelet's longest pause between restarts
 _IMAGE = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONTAINER = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _NODE_LOST = ("NodeLost", "DeletionByTaintManager", "NodeUnreachable")
@@ -60,6 +62,7 @@ class Symptoms:
 
     pods: Mapping[str, Pod]
     members: Sequence[Member]
+    now_unix_s: float
     short: Sequence[Short] = ()
     api_silence_s: float = 0.0
     head_away: str = ""  # why; "" = it answers
@@ -88,16 +91,16 @@ def _all(now: Symptoms) -> Iterator[Condition]:
     if now.head_away:
         yield Condition(
             HEAD_AWAY, (), now.head_away,
-            "workers serve on; none can be started or ended. See its pod and volume: kubectl describe pod <name>-head-0",
+            "workers serve on; none can be started or ended. See its pod and volume with kubectl describe",
         )  # fmt: skip
     for short in now.short:
         yield from _refused(short)
     for name in sorted(now.pods):
-        if (one := _of_pod(now.pods[name])) is not None:
+        if (one := _of_pod(now.pods[name], now.now_unix_s)) is not None:
             yield one
     for member in now.members:
         pod = now.pods.get(member.worker_id)
-        if member.state == FAILED and pod is not None and pod.runs and not _of_pod(pod):
+        if member.state == FAILED and pod is not None and pod.runs and not _of_pod(pod, now.now_unix_s):
             yield Condition(
                 SICK, (member.worker_id,), member.reason or "the worker does not answer",
                 "it is tried again, and its pod evicted where that does not help; kubectl logs shows why it fails",
@@ -124,7 +127,7 @@ def _refused(short: Short) -> Iterator[Condition]:
         )  # fmt: skip
 
 
-def _of_pod(pod: Pod) -> Condition | None:
+def _of_pod(pod: Pod, now_unix_s: float) -> Condition | None:
     """The first that explains why it does not serve."""
     waiting, about = pod.waiting, (pod.name,)
     if pod.reason in _NODE_LOST or pod.disrupted in _NODE_LOST or pod.phase == "Unknown":
@@ -149,6 +152,8 @@ def _of_pod(pod: Pod) -> Condition | None:
             f"{waiting.reason}: {waiting.message}",
             "a Secret, ConfigMap or volume that the pod names is missing",
         )
+    if pod.is_ready and now_unix_s - pod.last_end.ended_unix_s >= RECENT_S:
+        return None  # it is over, however often it restarted before
     if pod.last_end.reason == _OUT_OF_MEMORY:
         return Condition(
             OUT_OF_MEMORY, about, f"killed for memory, {pod.num_restarts} restarts; exit code {pod.last_end.exit_code}",

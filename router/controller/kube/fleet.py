@@ -21,7 +21,7 @@ from typing import assert_never
 
 from baton import clock
 from baton.config import ClusterConfig, KubernetesConfig, WorkerConfig
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.log import get_log
 from baton.request import Role
 from router.controller.controller import Controller
@@ -76,7 +76,8 @@ class KubeFleet:
         self._controller = controller
         self._cluster = cluster
         self._config = cluster.kubernetes
-        self._is_new = controller.fleet.saved().is_new
+        self._unbegun = set(homes.items()) if controller.fleet.saved().is_new else set()  # wait for their first size
+        self._begin_s = float("-inf")  # when that was last asked for
         self._homes = homes
         self._pods = pods
         self._actors = actors
@@ -101,11 +102,12 @@ class KubeFleet:
 
     async def start_and_revive(self) -> None:
         """For ever."""
-        connect_s = float("-inf")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._connect(), name="connect to Ray")
+            tasks.create_task(self._look_on(), name="look at pods")
+
+    async def _look_on(self) -> None:
         while True:
-            if not self._actors.is_connected and self._now_s() - connect_s >= REVIVE_S:
-                connect_s = self._now_s()
-                await self._connect()
             await self.look()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -117,10 +119,14 @@ class KubeFleet:
         await self._actors.stop(())
 
     async def _connect(self) -> None:
-        try:
-            await self._actors.connect()
-        except BatonError as error:
-            log.error("ray_failed", reason=error.message)
+        """Until it is done. A head that is away holds Ray up for minutes, and nobody else."""
+        while not self._actors.is_connected:
+            try:
+                await self._actors.connect()
+            except BatonError as error:
+                log.error("ray_failed", reason=error.message)
+                await asyncio.sleep(REVIVE_S)
+        self.wake()
 
     # -- each look ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +137,7 @@ class KubeFleet:
         if self._now_s() - self._sizes_s >= SIZES_S or not self._homes.are_known:
             self._sizes_s = self._now_s()
             await self._homes.read({name for name, pod in self._pods.by_name().items() if pod.is_ready})
-        if self._is_new and self._homes.are_known and self._leads():
+        if self._unbegun and self._now_s() - self._homes.age_s > self._begin_s and self._leads():
             await self._begin()
         self._note_times()
         for step in list(steps(self._situation())):
@@ -140,15 +146,19 @@ class KubeFleet:
 
     async def _begin(self) -> None:
         """A new fleet's pools get their initial sizes; never smaller ones: they may be an old one's, whose records are lost."""
-        self._is_new = False
-        for home, pool in self._homes.items().items():
-            size = self._homes.size(home)
-            missing = pool.initial - size.desired if size else 0
-            if missing > 0:
-                try:
-                    await self._homes.grow(home, missing)
-                except BatonError as error:
-                    log.error("initial_size_refused", set=pool.pods.name, wanted=pool.initial, reason=error.message)
+        for home in sorted(self._unbegun):
+            pool, size = self._homes.items()[home], self._homes.size(home)
+            assert size is not None, "all are known"
+            try:
+                if size.desired < pool.initial:
+                    await self._homes.grow(home, pool.initial - size.desired)
+            except InvalidRequest as error:
+                log.error("initial_size_refused", set=pool.pods.name, wanted=pool.initial, reason=error.message)
+            except BatonError as error:  # written or not: decided again once sizes are read anew
+                log.warning("initial_size_waits", set=pool.pods.name, wanted=pool.initial, reason=error.message)
+                self._begin_s = self._now_s()
+                continue
+            self._unbegun.remove(home)
 
     def _situation(self) -> Situation:
         members = self._controller.fleet.members()
@@ -168,7 +178,7 @@ class KubeFleet:
     def _note_times(self) -> None:
         pods, now_s = self._pods.by_name(), self._now_s()
         waiting = {m.worker_id for m in self._controller.fleet.members() if m.state == STARTING}
-        waiting -= {name for name, pod in pods.items() if pod.runs}
+        waiting -= {name for name, pod in pods.items() if pod.runs or pod.is_preparing}
         for name in self._waiting_since_s.keys() - waiting:
             del self._waiting_since_s[name]
         for name in waiting:

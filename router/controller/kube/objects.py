@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 FLEET_LABEL = "baton.dev/fleet"
@@ -26,6 +27,7 @@ class Waiting:
     reason: str = ""  # ImagePullBackOff, CrashLoopBackOff, OOMKilled, ...
     message: str = ""
     exit_code: int = 0
+    ended_unix_s: float = float("-inf")  # long ago, where nobody said when
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Pod:
     node: str = ""
     is_ready: bool = False
     is_terminating: bool = False
+    is_preparing: bool = False  # an init container runs, for the first time: it fetches a model, say
     reason: str = ""  # of the whole pod: Evicted, NodeLost
     message: str = ""
     unschedulable: str = ""  # the scheduler's words
@@ -123,7 +126,7 @@ class Happened:
 
 
 def pod_of(body: JsonObject) -> Pod:
-    """Raises: KeyError, TypeError: it has no name."""
+    """Raises: KeyError, TypeError, ValueError: it is none."""
     meta, status = body["metadata"], body.get("status") or {}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or ()}
     containers: Sequence[JsonObject] = status.get("containerStatuses") or ()
@@ -138,6 +141,7 @@ def pod_of(body: JsonObject) -> Pod:
         node=(body.get("spec") or {}).get("nodeName", ""),
         is_ready=_holds(conditions.get("Ready")),
         is_terminating=bool(meta.get("deletionTimestamp")),
+        is_preparing=any(_runs_first(c) for c in inits),
         reason=status.get("reason", ""),
         message=status.get("message", ""),
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
@@ -150,6 +154,10 @@ def pod_of(body: JsonObject) -> Pod:
 
 def _holds(condition: JsonObject | None) -> bool:
     return condition is not None and condition.get("status") == "True"
+
+
+def _runs_first(container: JsonObject) -> bool:
+    return "running" in (container.get("state") or {}) and not container.get("restartCount")
 
 
 def _unschedulable(condition: JsonObject | None) -> str:
@@ -177,7 +185,9 @@ def _last_end(containers: Sequence[JsonObject]) -> Waiting:
         state = container.get("state") or {}
         ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated")
         if ended:
-            return Waiting(ended.get("reason", ""), ended.get("message", ""), int(ended.get("exitCode", 0)))
+            code, at = int(ended.get("exitCode", 0)), ended.get("finishedAt")
+            ended_unix_s = datetime.fromisoformat(at).timestamp() if at else float("-inf")
+            return Waiting(ended.get("reason", ""), ended.get("message", ""), code, ended_unix_s)
     return Waiting()
 
 

@@ -110,7 +110,7 @@ class Platform:
         self._care = Care(*near, told, leads, kubernetes.sick_s)
         drain_s = cluster.router.drain_s
         self._upgrade = Upgrade(
-            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s
+            controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s, kubernetes.scaler
         )
         seeded = seeded_classes(kubernetes, ()) or None
         self._view = View(controller, self.lease, self.client.counts, homes, told, seeded, self._upgrade)
@@ -145,7 +145,7 @@ class Platform:
 
     def show(self, app: FastAPI, tokens: Callable[[], Sequence[Token]], registry: Registry) -> None:
         """Add what the admin endpoint says of the cluster, and its metrics."""
-        app.include_router(kube_routes(self.status, lambda: not self.lease.is_lost, Doors(tokens)))
+        app.include_router(kube_routes(self.status, lambda: self.lease.is_held, Doors(tokens)))
         self.show_metrics(registry)
 
     def status(self) -> Status:

@@ -116,7 +116,7 @@ class PodWatch:
             except Expired:
                 self._post(lambda: self._table.relisted("expired"))
                 continue
-            except (BatonError, KeyError, TypeError) as error:  # the latter two: an answer that is no list of pods
+            except (BatonError, KeyError, TypeError, ValueError) as error:  # an answer may be no list of pods
                 log.warning("pods_unknown", reason=str(error))
                 self._post(lambda: self._table.relisted("broken"))
             self._stopped.wait(random.uniform(pause_s / 2, pause_s))

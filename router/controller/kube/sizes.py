@@ -150,7 +150,7 @@ class ForeignPool:
             raise self._refusal()
 
     def _refusal(self) -> Unavailable:
-        return Unavailable("kubernetes.mode = external: somebody else makes and ends pods", field="kubernetes.mode")
+        return Unavailable("ray.mode is external: somebody else makes and ends pods", field="kubernetes.mode")
 
 
 def ordinal_of(pod: str) -> int:

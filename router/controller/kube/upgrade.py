@@ -49,10 +49,11 @@ class Upgrade:
         calls: KubeCalls,
         goodput: Callable[[], float | None],
         drain_s: float,
+        scaler: str = "slo",
         now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         """`goodput`: the part of calls that met their targets of late. `drain_s`: of a worker that is replaced; then its calls go
-        on elsewhere."""
+        on elsewhere. `scaler`: who decides on sizes; where it is not the controller, there are no surges."""
         self._controller = controller
         self._homes = homes
         self._pods = pods
@@ -60,6 +61,7 @@ class Upgrade:
         self._calls = calls
         self._goodput = goodput
         self._drain_s = drain_s
+        self._scaler = scaler
         self._now_s = now_s
         self._sets: dict[str, PodSet] = {}  # by home
         self._read_s = float("-inf")
@@ -129,12 +131,19 @@ class Upgrade:
         ]
         return Progress(
             workers=workers,
-            surged=self._controller.fleet.surged_from.keys(),
+            surged=self._controller.fleet.surged_from.keys() if self._scaler == "slo" else (),
             num_spare=self._homes.num_spare(),
             goodput=self._goodput(),
             stuck=self._stuck([(member, pod) for member, pod in found if pod is not None and self._is_new(pod)]),
-            refused={home: why for home, (_, why) in self._refused.items()},
+            refused=self._no_surges(),
         )
+
+    def _no_surges(self) -> dict[str, str]:
+        """Why, by home."""
+        if self._scaler == "slo":
+            return {home: why for home, (_, why) in self._refused.items()}
+        why = f"its size is not the controller's (scaler.type = {self._scaler}): raise it by one for the time of the upgrade"
+        return dict.fromkeys(self._homes.items(), why)
 
     def _note_surges(self) -> None:
         """What a surge added and is gone was given back; what was asked for and never was there is asked for again."""

@@ -1,4 +1,4 @@
-"""`helm test`: the gRPC port is healthy and names its model. `check_grpc.py HOST:PORT [CA FILE]`."""
+"""`helm test`: the gRPC port is healthy. `check_grpc.py HOST:PORT [CA FILE]`; without such a file the system's are trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 def main() -> int:
     address, authority = sys.argv[1], sys.argv[2:]
     if authority:
-        credentials = grpc.ssl_channel_credentials(Path(authority[0]).read_bytes())
+        file = Path(authority[0])
+        credentials = grpc.ssl_channel_credentials(file.read_bytes() if file.exists() else None)
         channel = grpc.secure_channel(address, credentials)
     else:
         channel = grpc.insecure_channel(address)

@@ -77,6 +77,10 @@
     {{- if ne $.Values.scaler.type "none" -}}{{- $wrong = append $wrong (printf "ray.mode is external, so the pods are somebody else's: scaler.type must be none, it is %s" $.Values.scaler.type) -}}{{- end -}}
   {{- else if or .external.address .external.tokenSecret -}}{{- $wrong = append $wrong (printf "ray.external is set, but ray.mode is %s" .mode) -}}
   {{- end -}}
+  {{- with $.Values.networkPolicy }}
+    {{- if and (eq $.Values.ray.mode "external") .enabled (not .rayFrom) -}}{{- $wrong = append $wrong "ray.mode is external: name the pods of its head in networkPolicy.rayFrom, or they cannot reach the controller" -}}{{- end -}}
+    {{- if and (ne $.Values.ray.mode "external") .rayFrom -}}{{- $wrong = append $wrong (printf "networkPolicy.rayFrom is set, but ray.mode is %s: the head is the chart's own" $.Values.ray.mode) -}}{{- end -}}
+  {{- end -}}
   {{- if and (eq .mode "kuberay") (ne $.Values.scaler.type "slo") -}}{{- $wrong = append $wrong (printf "ray.mode is kuberay: only the controller can size worker groups, scaler.type must be slo, it is %s" $.Values.scaler.type) -}}{{- end -}}
   {{- if and (eq .gcs.storage "redis") (not .gcs.redis.address) -}}{{- $wrong = append $wrong "ray.gcs.storage is redis: set ray.gcs.redis.address" -}}{{- end -}}
   {{- if and (ne .gcs.storage "redis") (or .gcs.redis.address .gcs.redis.passwordSecret) -}}{{- $wrong = append $wrong (printf "ray.gcs.redis is set, but ray.gcs.storage is %s" .gcs.storage) -}}{{- end -}}

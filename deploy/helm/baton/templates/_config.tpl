@@ -108,6 +108,7 @@ kubernetes:
   fullname: {{ include "baton.fullname" . }}
   namespace: {{ .Release.Namespace }}
   mode: {{ .Values.ray.mode }}
+  scaler: {{ .Values.scaler.type }}
   control_address: {{ include "baton.controlAddress" . | quote }}
   worker_port: 7100
   gpus_per_worker: {{ include "baton.gpusPerWorker" . }}

@@ -33,7 +33,7 @@ spec:
     fsGroup: {{ .runAsUser }}
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile: {type: RuntimeDefault}
-  {{- $affinity := mergeOverwrite (dict) .affinity (include "baton.fabricAffinity" $root | fromYaml) }}
+  {{- $affinity := include "baton.workerAffinity" (list $root .affinity) | fromYaml }}
   {{- with include "baton.pod.placement" (mergeOverwrite (deepCopy .) (dict "affinity" $affinity "topologySpread" (include "baton.spread" (list $root "worker" $name .topologySpread) | fromYamlArray))) }}{{ . | nindent 2 }}{{ end }}
   {{- if .gpu.claimTemplate }}
   resourceClaims:
@@ -148,6 +148,17 @@ resources: '{"pod:$(POD_NAME)": 1}'
 node-manager-port: "6380"
 object-store-memory: "80000000"
 include-log-monitor: "false"
+{{- end }}
+
+{{/* (list root affinity) -> what the user asks of a pool's pods, and the fabric's term beside it. */}}
+{{- define "baton.workerAffinity" -}}
+{{- $affinity := deepCopy (index . 1) -}}
+{{- range $kind, $rules := include "baton.fabricAffinity" (index . 0) | fromYaml -}}
+{{- $theirs := get $affinity $kind | default dict -}}
+{{- range $rule, $terms := $rules }}{{ $_ := set $theirs $rule (concat (get $theirs $rule | default list) $terms) }}{{ end -}}
+{{- $_ := set $affinity $kind $theirs -}}
+{{- end -}}
+{{- toYaml $affinity -}}
 {{- end }}
 
 {{/* Both pools alike: KV moves within one island of the fabric. */}}
