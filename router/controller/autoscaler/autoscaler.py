@@ -20,7 +20,7 @@ from router.controller.autoscaler.facts import FleetFacts
 from router.controller.autoscaler.held import Held, Holding, Holdings
 from router.controller.autoscaler.kept import Kept, KeptPool
 from router.controller.autoscaler.layouts import Kinds, Layout, kinds_of
-from router.controller.autoscaler.lessons import SETTLED_S, Lessons, blamed, too_many
+from router.controller.autoscaler.lessons import MOST, SETTLED_S, Lessons, blamed, too_many
 from router.controller.autoscaler.levers import Levers
 from router.controller.autoscaler.outlook import Analytic, Evaluator
 from router.controller.autoscaler.patience import Patience
@@ -104,9 +104,12 @@ class Autoscaler:
         kinds = self._kinds(facts, load)
         sizes = self._sizes(facts, there, load, kinds, misses=misses)
         self.wanted, self._short = sizes.wanted, sizes.short
-        if misses:  # so nothing that is there is known to be enough
+        if (
+            misses
+        ):  # so what is there is not known to be enough, unless it is so much that calls must miss for another reason
             for role in Role:
-                self._patience.forget(role)
+                if there.layout.of(role) <= MOST * sizes.wanted.of(role):
+                    self._patience.forget(role)
         self._patience.wanted(sizes.enough)
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
         return [*tunings, *self._levers(facts, there, sizes).proposals()]

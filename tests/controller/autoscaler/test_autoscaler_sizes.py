@@ -107,6 +107,19 @@ def test_no_pool_shrinks_while_calls_miss_and_not_before_they_have_been_served_f
     assert fluid.times_of(Drain) == [490.0 + 120.0]
 
 
+def test_calls_that_fail_whatever_the_sizes_keep_no_more_than_twice_what_they_need() -> None:
+    def traffic(now_s: float) -> list[ClassTraffic]:
+        rate = 1_000.0 if now_s < 600.0 else 50.0
+        judged = 30.0 * rate
+        return [replace(chat(rate, 1_000, 200), num_arrived=300.0 * rate, num_judged=judged, num_failed=0.1 * judged)]
+
+    fluid = Fluid(Autoscaler(Times()), fleet(1, 1), traffic)
+    fluid.run(60)
+    assert min(fluid.sizes[-1][1:]) > 10
+    fluid.run(60)
+    assert max(fluid.sizes[-1][1:]) <= 4
+
+
 def test_a_pool_that_is_short_by_less_than_the_band_grows_where_calls_miss() -> None:
     def after_a_minute(num_failed: float) -> int:
         fluid = Fluid(Autoscaler(), fleet(1, 2), lambda _: [chat(365.0, 16.0, num_judged=100.0, num_failed=num_failed)])
