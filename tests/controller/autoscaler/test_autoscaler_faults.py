@@ -144,7 +144,8 @@ def test_a_standby_is_woken_before_anybody_is_created_and_ended_when_nobody_need
 def test_a_worker_is_kept_warm_where_that_is_wanted() -> None:
     fluid = Fluid(Autoscaler(TIMES, max_standbys=1), fleet(1, 2), lambda _: [chat(5.0)])
     fluid.run(32)
-    assert [proposal.act for _, proposal in fluid.acts] == [Drain("decode-0", keep_standby=True)]
+    [(_, proposal)] = fluid.acts
+    assert proposal.act in [Drain(f"decode-{n}", keep_standby=True) for n in range(2)]
 
 
 def test_a_flip_takes_the_least_busy_worker_of_a_pool_that_survives_without_it() -> None:
