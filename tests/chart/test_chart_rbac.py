@@ -79,7 +79,6 @@ def test_each_call_is_allowed_and_no_more_is_granted(fake: FakeApi, tmp_path: Pa
     fake.load(chart.manifests, NAMESPACE)
     api = controller(fake, tmp_path)
     call_everything_of_any_cluster(fake, api)
-    api.pod_set(f"{FULLNAME}-head")
     for pool in ("prefill", "decode"):
         api.pod_set(f"{FULLNAME}-{pool}")
         api.put_scale(api.scale(f"{FULLNAME}-{pool}"), 2)

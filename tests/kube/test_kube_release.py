@@ -250,6 +250,20 @@ async def test_a_sick_worker_s_pod_is_evicted_by_name_and_comes_back_under_it(tm
         assert rig.size("decode") == 2
 
 
+async def test_a_pod_that_cannot_end_on_a_lost_node_keeps_no_sick_one_from_its_eviction(tmp_path: Path) -> None:
+    async with release_of(tmp_path, prefill=1, decode=2, gpus=3, sick_s=0.5) as rig:
+        rig.nodes.add_node(Node("node-2", {"nvidia.com/gpu": 1}))
+        await rig.orders.scale(Role.DECODE, 3, ANN)
+        await rig.until(lambda: "demo-decode-2" in rig.serving())
+        rig.nodes.lose_node("node-2", kill=True)
+        rig.workers.stop("demo-decode-2")
+        await rig.until(lambda: "deletionTimestamp" in rig.pods()["demo-decode-2"]["metadata"])
+        uid = rig.workers.uids["demo-decode-0"]
+        rig.workers.sick.add(uid)
+        rig.workers.stop("demo-decode-0")
+        await rig.until(lambda: rig.workers.uids["demo-decode-0"] != uid)
+
+
 async def test_ray_s_head_that_is_away_is_said_and_everybody_serves_on(tmp_path: Path) -> None:
     async with release_of(tmp_path, prefill=1, decode=2) as rig:
         rig.workers.is_away = True

@@ -16,7 +16,7 @@ from router.controller.controller import Controller
 from router.controller.fleet_state import FAILED, READY, Member
 from router.controller.kube.api import KubeApi
 from router.controller.kube.calls import KubeCalls
-from router.controller.kube.conditions import Short, Symptoms, conditions
+from router.controller.kube.conditions import Short, Symptoms, conditions, is_node_lost
 from router.controller.kube.errors import Conflict
 from router.controller.kube.homes import Homes
 from router.controller.kube.objects import Happened, Pod
@@ -126,7 +126,7 @@ class Care:
             if member.state == READY:
                 self._num_evicted.pop(member.worker_id, None)
         somebody_serves = any(member.state == READY for member in members)
-        is_quiet = not any(pod.is_terminating for pod in pods.values())
+        is_quiet = not any(pod.is_terminating and not is_node_lost(pod) for pod in pods.values())  # those may never end
         for name, pod in sick.items():
             for_s = now_s - self._sick_since_s.setdefault(name, now_s)
             patience_s = self._sick_s * 2 ** self._num_evicted.get(name, 0)

@@ -117,6 +117,11 @@ def _all(now: Symptoms) -> Iterator[Condition]:
         )  # fmt: skip
 
 
+def is_node_lost(pod: Pod) -> bool:
+    """Its node does not answer: what it runs is not known, nor when it ends."""
+    return pod.reason in _NODE_LOST or pod.disrupted in _NODE_LOST or pod.phase == "Unknown"
+
+
 def _refused(short: Short) -> Iterator[Condition]:
     said = [event for event in short.events if event.reason in ("FailedCreate", "FailedCreatePodSandBox")]
     if said:
@@ -130,7 +135,7 @@ def _refused(short: Short) -> Iterator[Condition]:
 def _of_pod(pod: Pod, now_unix_s: float) -> Condition | None:
     """The first that explains why it does not serve."""
     waiting, about = pod.waiting, (pod.name,)
-    if pod.reason in _NODE_LOST or pod.disrupted in _NODE_LOST or pod.phase == "Unknown":
+    if is_node_lost(pod):
         return Condition(
             NODE_LOST, about, pod.message or f"node {pod.node} does not answer",
             f"if the machine is gone for good: kubectl delete node {pod.node or '<node>'}; its pods then come back elsewhere",
