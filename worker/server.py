@@ -228,7 +228,7 @@ class WorkerServer:
 
         def load() -> None:
             try:
-                chosen = partial(load_model, borrow=borrow) if self._load is None else self._load
+                chosen: LoadModel = self._load or partial(load_model, borrow=borrow)
                 loaded.set_result(chosen(config, allocate))
             except BaseException as error:  # noqa: BLE001  raised again where it is waited for
                 loaded.set_exception(error)

@@ -14,6 +14,7 @@ import pytest
 
 from baton.config import KVTransferConfig, WorkerConfig
 from baton.errors import PeerRefused
+from baton.ids import new_epoch
 from baton.kv_layout import KVLayout
 from baton.peer_trust import PLAIN
 from baton.v1 import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, worker_pb2
@@ -50,10 +51,11 @@ class Lending:
         self.gate.set()
         kv_cache = TorchKVCache(KVLayout(1, 1, 16, "float32"), 4)
         self._loop = asyncio.get_running_loop()
-        self.plane = KVPlane(kv_cache, KV, 11, self._on_event)
+        epoch = new_epoch()
+        self.plane = KVPlane(kv_cache, KV, epoch, self._on_event)
         self.plane.start()
         pages = PageSource(LAYOUT, manifest.nbytes, self._read)
-        hello = weight_hello(config("lender"), SPEC, manifest, 11, self.plane.address)
+        hello = weight_hello(config("lender"), SPEC, manifest, epoch, self.plane.address)
         self.lender = WeightLender(hello, pages, self.plane, KV)
         self.others: list[KVEvent] = []
 

@@ -29,7 +29,7 @@ FRAME_BYTES = (64 << 10) + 64  # the model takes 200 frames
 
 
 class ControlStub(control_pb2_grpc.ControlServicer):
-    """A controller that names whoever announced itself, and `extra`."""
+    """A controller that names whoever announced itself."""
 
     def __init__(self) -> None:
         self.records: dict[str, control_pb2.WorkerRecord] = {}
@@ -150,10 +150,11 @@ async def test_a_worker_without_weight_files_starts_with_those_of_a_streaming_pe
                 assert 0 < record.weights_s <= record.start_s
                 assert record.fingerprint == control.records["first"].fingerprint == control.asked[-1].fingerprint
                 assert await answer_of(second) == await answer_of(first)
-                del control.records["first"]
+                first_record = control.records.pop("first")
                 async with running("third", small, control, tmp_path) as third:  # of one that has borrowed itself
                     assert control.records["third"].weights_from == "peer"
                     assert await answer_of(third) == await answer_of(second)
+            control.records = {"first": first_record}
             other = make_tiny_model(tmp_path / "other", seed=1)
             load_model_files(str(other))  # who has read the files knows what weights there should be
             async with running("stranger", other, control, tmp_path) as stranger:
