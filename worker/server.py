@@ -8,6 +8,7 @@ Used by the Ray actor (worker/actor.py) and by `python -m worker.main`. Start-up
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib
 import mmap
@@ -15,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -180,7 +182,7 @@ class WorkerServer:
             if config.emulation.gpu:
                 transport = emulated_link(config, transport)
             not_started.callback(transport.close)
-            model = await self._loop.run_in_executor(None, self._model, transport.allocate, trust)
+            model = await self._loaded(transport.allocate, trust)
             kv_cache = model.runner.kv_cache
             self.fingerprint = model.spec.fingerprint
             engine = LocalEngine(
@@ -216,15 +218,23 @@ class WorkerServer:
         finally:
             await self._loop.run_in_executor(None, plane.stop)
 
-    def _model(self, allocate: Allocate, trust: PeerTrust) -> LoadedModel:
-        """On a thread of its own: it takes long, and borrowed weights come through the loop."""
+    async def _loaded(self, allocate: Allocate, trust: PeerTrust) -> LoadedModel:
+        """Load on a thread of its own, as borrowed weights come through this loop; one that no exit of the process waits for."""
+        config, loaded = self._config, concurrent.futures.Future[LoadedModel]()
 
         def borrow(spec: ModelSpec, manifest: WeightManifest, buffer: mmap.mmap) -> bool:
             borrowing = borrow_weights(config, spec, manifest, buffer, trust)
             return asyncio.run_coroutine_threadsafe(borrowing, self._loop).result()
 
-        config = self._config
-        return load_model(config, allocate, borrow) if self._load is None else self._load(config, allocate)
+        def load() -> None:
+            try:
+                chosen: LoadModel = self._load or partial(load_model, borrow=borrow)
+                loaded.set_result(chosen(config, allocate))
+            except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+                loaded.set_exception(error)
+
+        threading.Thread(target=load, name="load", daemon=True).start()
+        return await asyncio.wrap_future(loaded)
 
     def _forward_kv_event(self, event: KVEvent) -> None:
         """Called on the KV thread, which ends before the loop does."""
