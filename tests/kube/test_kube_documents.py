@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from baton.config import KubernetesConfig
+from baton.config_load import load
 from baton.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from baton.request import Role
 from baton.slo import DEFAULT_CLASSES, SLO
-from router.controller.fleet_state import Member, SavedFleet
+from router.controller.fleet_state import FAILED, Member, SavedFleet
+from router.controller.fleet_store import fleet_to_json
 from router.controller.kube import documents
 from router.controller.kube.api import KubeApi
 from router.controller.kube.documents import ConfigMapVersions

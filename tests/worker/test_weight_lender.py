@@ -23,6 +23,7 @@ from engine.torch_kv_cache import TorchKVCache
 from kv_transfer.events import KVEvent
 from kv_transfer.pages import PageSource, page_layout
 from kv_transfer.plane import KVPlane
+from tests.silent_control import SilentControl
 from tests.worker.scripted_worker import SPEC, until
 from worker.weight_borrower import borrow_weights
 from worker.weight_hello import check_weight_hello, weight_hello
@@ -77,13 +78,11 @@ class Lending:
         return not (load.num_outgoing or load.num_slots or self.plane.peers())
 
 
-class Names(control_pb2_grpc.ControlServicer):
+class Names(SilentControl):
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
 
-    async def Lenders(  # type: ignore[override]
-        self, request: control_pb2.LendersRequest, context: object
-    ) -> control_pb2.LendersResponse:
+    async def Lenders(self, request: control_pb2.LendersRequest, context: object) -> control_pb2.LendersResponse:
         peers = [worker_pb2.Peer(worker_id=f"lender-{i}", address=at) for i, at in enumerate(self.addresses)]
         return control_pb2.LendersResponse(workers=peers)
 
@@ -178,6 +177,12 @@ def test_numerics_of_a_machine_are_no_part_of_the_weights() -> None:
     assert check_weight_hello(mine, weight_hello(config("lender"), other, MANIFEST, 2, b"y"), opener=True) is None
 
 
+async def one_word(message: kv_pb2.LinkMessage) -> AsyncIterator[kv_pb2.LinkMessage]:
+    """And silence."""
+    yield message
+    await asyncio.Event().wait()
+
+
 async def test_a_borrower_that_says_nothing_after_its_hello_is_dropped() -> None:
     lending = Lending()
     async with serving(lending) as control:
@@ -186,10 +191,9 @@ async def test_a_borrower_that_says_nothing_after_its_hello_is_dropped() -> None
         hello = weight_hello(config("mute"), SPEC, MANIFEST, 5, b"nobody")
         hello.pair_nonce = 77
         async with grpc.aio.insecure_channel(peer.address) as to_lender:
-            call = kv_pb2_grpc.KvWeightsStub(to_lender).Borrow()
-            await call.write(kv_pb2.LinkMessage(hello=hello))
+            call = kv_pb2_grpc.KvWeightsStub(to_lender).Borrow(one_word(kv_pb2.LinkMessage(hello=hello)))
             answers = [answer.WhichOneof("message") async for answer in call]
-        await channel.close()
+        await channel.close(None)
         assert answers == ["hello"]
         await until(lambda: lending.is_idle)
         assert await borrow(control) == IMAGE

@@ -18,6 +18,7 @@ from baton.keepalive import SERVER_OPTIONS
 from baton.model_files import load_model_files
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from tests.integration.fleet_rig import WorkerProcess, stopping
+from tests.silent_control import SilentControl
 from tests.tiny_models import make_tiny_model
 from tests.worker.scripted_worker import until
 from tests.worker.session_client import SessionClient, request
@@ -28,7 +29,7 @@ PROMPT = [(31 * i + 7) % 400 + 20 for i in range(40)]
 FRAME_BYTES = (64 << 10) + 64  # the model takes 200 frames
 
 
-class ControlStub(control_pb2_grpc.ControlServicer):
+class ControlStub(SilentControl):
     """A controller that names whoever announced itself."""
 
     def __init__(self) -> None:
@@ -36,15 +37,11 @@ class ControlStub(control_pb2_grpc.ControlServicer):
         self.asked: list[control_pb2.LendersRequest] = []
         self.address = ""
 
-    async def Announce(  # type: ignore[override]
-        self, request: control_pb2.AnnounceRequest, context: object
-    ) -> control_pb2.AnnounceResponse:
+    async def Announce(self, request: control_pb2.AnnounceRequest, context: object) -> control_pb2.AnnounceResponse:
         self.records[request.worker.worker_id] = request.worker
         return control_pb2.AnnounceResponse(role=request.worker.role)
 
-    async def Lenders(  # type: ignore[override]
-        self, request: control_pb2.LendersRequest, context: object
-    ) -> control_pb2.LendersResponse:
+    async def Lenders(self, request: control_pb2.LendersRequest, context: object) -> control_pb2.LendersResponse:
         self.asked.append(request)
         return control_pb2.LendersResponse(
             workers=[
