@@ -146,7 +146,7 @@ def test_the_grace_period_exceeds_the_drain(name: str) -> None:
 
 
 RULES = {
-    ("apps", "statefulsets"): ({"get"}, {"demo-baton-prefill", "demo-baton-decode", "demo-baton-head"}),
+    ("apps", "statefulsets"): ({"get"}, {"demo-baton-prefill", "demo-baton-decode"}),
     ("apps", "statefulsets/scale"): ({"get", "update"}, {"demo-baton-prefill", "demo-baton-decode"}),
     ("", "pods"): ({"list", "watch", "patch"}, set()),
     ("", "pods/eviction"): ({"create"}, set()),
