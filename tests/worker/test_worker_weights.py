@@ -91,15 +91,19 @@ def events(folder: Path, worker_id: str, name: str) -> list[dict[str, object]]:
     return [said for line in lines if line.startswith("{") and (said := json.loads(line))["event"] == name]
 
 
+_NUMBERS = itertools.count(1)  # a worker takes each only once
+
+
 async def answer_of(worker: WorkerProcess) -> Sequence[int]:
     async with SessionClient(worker.address, EPOCH) as router:
-        return await answer(router, 1)
+        return await answer(router, next(_NUMBERS))
 
 
 async def answer(router: SessionClient, number: int) -> Sequence[int]:
     seq = router.router_epoch << 32 | number
     router.submit(request(seq, PROMPT, NUM_TOKENS, ignore_eos=True))
     await router.until(lambda: seq in router.ended or seq in router.refused)
+    assert seq in router.ended, router.refused[seq]
     assert router.ended[seq].outcome == worker_pb2.OUTCOME_FINISHED
     return router.output(seq)
 
