@@ -444,6 +444,9 @@ class Fleet(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: control_pb2.LeaveRequest, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("no machine of a stub is taken down")
 
+    async def Lenders(self, request: control_pb2.LendersRequest, context: object) -> control_pb2.LendersResponse:
+        return control_pb2.LendersResponse()
+
     def answer(self, question: object) -> object:
         match question:
             case SetStep(step_s):

@@ -40,6 +40,9 @@ class Controller(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("nobody asks")
 
+    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
+        raise AssertionError("nobody asks")
+
 
 class Wire:
     """A TCP relay in front of the controller. Frozen, it keeps its connections and moves nothing, as a host that is gone."""

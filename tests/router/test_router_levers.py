@@ -35,6 +35,9 @@ class Controller(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("nobody asks")
 
+    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
+        raise AssertionError("nobody asks")
+
 
 def records(workers: list[StubWorker], **states: str) -> list[control_pb2.WorkerRecord]:
     """All of them ready, but for those named with another state."""

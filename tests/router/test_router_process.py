@@ -220,6 +220,9 @@ class ControlStub(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("nobody asks")
 
+    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
+        raise AssertionError("nobody asks")
+
 
 async def test_the_controller_names_fleet_and_targets_and_hears_verdicts_and_its_death_changes_nothing(
     files: ModelFiles,

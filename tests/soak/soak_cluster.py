@@ -267,6 +267,9 @@ class SoakCluster(control_pb2_grpc.ControlServicer):
     async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
         raise AssertionError("nobody asks")
 
+    async def Lenders(self, request: object, context: object) -> control_pb2.LendersResponse:
+        return control_pb2.LendersResponse()
+
     # --- what is seen ---
 
     def deaths(self) -> list[str]:

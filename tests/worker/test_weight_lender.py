@@ -24,11 +24,12 @@ from kv_transfer.events import KVEvent
 from kv_transfer.pages import PageSource, page_layout
 from kv_transfer.plane import KVPlane
 from tests.worker.scripted_worker import SPEC, until
+from worker.link_outbox import LinkOutbox
 from worker.weight_borrower import borrow_weights
 from worker.weight_hello import check_weight_hello, weight_hello
 from worker.weight_lender import WeightLender
 
-KV = KVTransferConfig(transport="loopback", frame_bytes=(64 << 10) + 64, num_slots=2, hello_timeout_s=1.0)
+KV = KVTransferConfig(transport="loopback", frame_bytes=(64 << 10) + 64, num_slots=2, hello_timeout_s=20.0)
 MANIFEST = weight_manifest({"a": (100, 300), "b": (7,), "c": (50, 600)}, "float32")
 LAYOUT = page_layout(KV.frame_bytes)
 NUM_BYTES = PageSource(LAYOUT, MANIFEST.nbytes, lambda *_: None).num_blocks * LAYOUT.block_bytes
@@ -46,17 +47,17 @@ def config(worker_id: str, control_address: str = "", **kv: object) -> WorkerCon
 class Lending:
     """A worker that lends `IMAGE`, and the controller that names it."""
 
-    def __init__(self, manifest: WeightManifest = MANIFEST) -> None:
+    def __init__(self, manifest: WeightManifest = MANIFEST, kv: KVTransferConfig = KV) -> None:
         self.gate, self.reading = threading.Event(), threading.Event()
         self.gate.set()
         kv_cache = TorchKVCache(KVLayout(1, 1, 16, "float32"), 4)
         self._loop = asyncio.get_running_loop()
         epoch = new_epoch()
-        self.plane = KVPlane(kv_cache, KV, epoch, self._on_event)
+        self.plane = KVPlane(kv_cache, kv, epoch, self._on_event)
         self.plane.start()
         pages = PageSource(LAYOUT, manifest.nbytes, self._read)
         hello = weight_hello(config("lender"), SPEC, manifest, epoch, self.plane.address)
-        self.lender = WeightLender(hello, pages, self.plane, KV)
+        self.lender = WeightLender(hello, pages, self.plane, kv)
         self.others: list[KVEvent] = []
 
     def _read(self, offset: int, out: memoryview) -> None:
@@ -81,11 +82,22 @@ class Names(control_pb2_grpc.ControlServicer):
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
 
-    async def Lenders(  # type: ignore[override]
-        self, request: control_pb2.LendersRequest, context: object
-    ) -> control_pb2.LendersResponse:
+    async def Lenders(self, request: control_pb2.LendersRequest, context: object) -> control_pb2.LendersResponse:
         peers = [worker_pb2.Peer(worker_id=f"lender-{i}", address=at) for i, at in enumerate(self.addresses)]
         return control_pb2.LendersResponse(workers=peers)
+
+    async def Announce(self, request: object, context: object) -> control_pb2.AnnounceResponse:
+        raise AssertionError("nobody here announces itself")
+
+    async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
+        raise AssertionError("workers do not watch")
+        yield
+
+    async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
+        raise AssertionError("workers do not report")
+
+    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
 
 
 @asynccontextmanager
@@ -179,20 +191,21 @@ def test_numerics_of_a_machine_are_no_part_of_the_weights() -> None:
 
 
 async def test_a_borrower_that_says_nothing_after_its_hello_is_dropped() -> None:
-    lending = Lending()
+    lending = Lending(kv=dataclasses.replace(KV, hello_timeout_s=0.3))
     async with serving(lending) as control:
-        names = control_pb2_grpc.ControlStub(channel := grpc.aio.insecure_channel(control))
-        peer = (await names.Lenders(control_pb2.LendersRequest())).workers[0]
+        async with grpc.aio.insecure_channel(control) as channel:
+            names = await control_pb2_grpc.ControlStub(channel).Lenders(control_pb2.LendersRequest())
+        (peer,) = names.workers
         hello = weight_hello(config("mute"), SPEC, MANIFEST, 5, b"nobody")
         hello.pair_nonce = 77
         async with grpc.aio.insecure_channel(peer.address) as to_lender:
-            call = kv_pb2_grpc.KvWeightsStub(to_lender).Borrow()
-            await call.write(kv_pb2.LinkMessage(hello=hello))
+            outbox = LinkOutbox()
+            outbox.put(kv_pb2.LinkMessage(hello=hello))
+            call = kv_pb2_grpc.KvWeightsStub(to_lender).Borrow(outbox.messages())
             answers = [answer.WhichOneof("message") async for answer in call]
-        await channel.close()
+            outbox.end()
         assert answers == ["hello"]
         await until(lambda: lending.is_idle)
-        assert await borrow(control) == IMAGE
 
 
 async def test_without_a_controller_or_lenders_nothing_is_borrowed() -> None:

@@ -36,15 +36,11 @@ class ControlStub(control_pb2_grpc.ControlServicer):
         self.asked: list[control_pb2.LendersRequest] = []
         self.address = ""
 
-    async def Announce(  # type: ignore[override]
-        self, request: control_pb2.AnnounceRequest, context: object
-    ) -> control_pb2.AnnounceResponse:
+    async def Announce(self, request: control_pb2.AnnounceRequest, context: object) -> control_pb2.AnnounceResponse:
         self.records[request.worker.worker_id] = request.worker
         return control_pb2.AnnounceResponse(role=request.worker.role)
 
-    async def Lenders(  # type: ignore[override]
-        self, request: control_pb2.LendersRequest, context: object
-    ) -> control_pb2.LendersResponse:
+    async def Lenders(self, request: control_pb2.LendersRequest, context: object) -> control_pb2.LendersResponse:
         self.asked.append(request)
         return control_pb2.LendersResponse(
             workers=[
@@ -52,6 +48,16 @@ class ControlStub(control_pb2_grpc.ControlServicer):
                 for record in self.records.values()
             ]
         )
+
+    async def Watch(self, request: object, context: object) -> AsyncIterator[control_pb2.ControlState]:
+        raise AssertionError("workers do not watch")
+        yield
+
+    async def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
+        raise AssertionError("workers do not report")
+
+    async def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
 
 
 @asynccontextmanager
