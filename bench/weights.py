@@ -40,17 +40,26 @@ class Names(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.worker: worker_pb2.Peer | None = None
 
-    def Announce(  # type: ignore[override]
+    def Announce(
         self, request: control_pb2.AnnounceRequest, context: grpc.ServicerContext
     ) -> control_pb2.AnnounceResponse:
         said = request.worker
         self.worker = worker_pb2.Peer(worker_id=said.worker_id, epoch=said.epoch, address=said.address)
         return control_pb2.AnnounceResponse(role=said.role)
 
-    def Lenders(  # type: ignore[override]
+    def Lenders(
         self, request: control_pb2.LendersRequest, context: grpc.ServicerContext
     ) -> control_pb2.LendersResponse:
         return control_pb2.LendersResponse(workers=[self.worker] if self.worker else [])
+
+    def Watch(self, request: object, context: object) -> Iterator[control_pb2.ControlState]:
+        raise AssertionError("a worker does not watch")
+
+    def Report(self, request: object, context: object) -> control_pb2.ReportResponse:
+        raise AssertionError("a worker does not report")
+
+    def Leave(self, request: object, context: object) -> control_pb2.LeaveResponse:
+        raise AssertionError("nobody asks")
 
 
 @contextmanager
