@@ -26,6 +26,7 @@ TELL_DATES = {  # what clients or operators read, and other processes' files
     *("router/openai_replies.py", "router/openai_api.py", "router/controller/main.py", "router/controller/planner.py"),
     *("router/batch/service.py", "router/batch/contents.py"),
     *("router/controller/kube/lease.py", "router/controller/kube/platform.py", "router/controller/kube/status.py"),
+    "router/controller/kube/care.py",
 }
 
 
