@@ -121,7 +121,7 @@ def test_disaggregation_pays_for_tight_gaps_beside_long_prompts_and_not_where_on
     None
 ):
     pace = replace(CHAT, ttft_ms=3_000.0, tpot_ms=30.0, itl_p99_ms=10.0)
-    for slo, prompt, output, rate, pays in ((pace, 2_000, 60, 6.0, True), (CHAT, 6_000, 8, 12.0, False)):
+    for slo, prompt, output, rate, pays in ((pace, 2_000, 60, 8.0, True), (CHAT, 6_000, 8, 12.0, False)):
         seen = measured(fleet(classes=(slo,)), window("interactive", rate, prompt=prompt, output=output))
         asked = asked_of(seen, 0, 1e9)
         short = replace(asked.question, seeds=(0, 1, 2), warm_up_s=2.0, length_s=12.0)
