@@ -388,7 +388,7 @@ async def test_errors_of_the_server_change_nothing_and_are_counted(fake: FakeApi
 
 async def test_a_server_that_asks_for_a_pause_gets_it(fake: FakeApi, tmp_path: Path) -> None:
     async with running(fake, tmp_path) as rig:
-        fault = fake.faults.add(Fault(verb="update", resource="statefulsets/scale", code=429, retry_after_s=1))
+        fault = fake.faults.add(Fault(verb="update", resource="statefulsets/scale", code=429, retry_after_s=30))
         with pytest.raises(Unavailable, match="busy"):
             await rig.fleet.scale_up(Role.DECODE, "gpu")
         num_calls = len(fake.calls)
