@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
@@ -28,6 +28,7 @@ from kv_transfer.block_store import BlockStore
 from kv_transfer.events import KVEvent, OutgoingClosed, PairLost, PairReady, Shipped
 from kv_transfer.failure import FailureReason
 from kv_transfer.pair import WireView
+from kv_transfer.plane import KVPlane
 from worker.hello import Refusal, check_transport
 from worker.weight_hello import check_weight_hello
 
@@ -39,29 +40,6 @@ KEY_SIGN = "w"  # begins the name of a loan's pair in the plane; links' begin wi
 def loan_seq(pair_nonce: int) -> int:
     """Of the transfer: 32 bits, while a sequence's number begins with its router's epoch, which is never 0."""
     return pair_nonce & 0xFFFF_FFFF
-
-
-class Plane(Protocol):
-    """The part of the KV plane that a loan takes; kv_transfer.plane.KVPlane is the one implementation."""
-
-    def connect(
-        self,
-        peer: str,
-        peer_epoch: int,
-        address: bytes,
-        pair_nonce: int,
-        frame_bytes: int,
-        num_slots: int,
-        peer_dtype: str = "",
-        wire: WireView | None = None,
-    ) -> None: ...
-    def disconnect(self, peer: str) -> None: ...
-    def open_outgoing(
-        self, peer: str, seq: int, epoch: int, generation: int, num_leading_blocks: int, num_blocks: int, lease_s: float
-    ) -> None: ...
-    def ship(self, seq: int, block_ids: range, num_ready_blocks: int, last: bool) -> None: ...
-    def resend(self, seq: int, frames: tuple[int, ...]) -> None: ...
-    def close_outgoing(self, seq: int, reason: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +83,7 @@ class WeightLender(kv_pb2_grpc.KvWeightsServicer):
         self,
         hello: kv_pb2.Hello,
         pages: BlockStore,
-        plane: Plane,
+        plane: KVPlane,
         config: KVTransferConfig,
         trust: PeerTrust = PLAIN,
     ) -> None:
