@@ -27,6 +27,7 @@ from bench.sim.worker import SimWorker
 from router.admission import Shed
 from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, WorkerFacts, WorkerLoad
 from router.controller.autoscaler.gather import Surroundings, gather, learned
+from router.controller.autoscaler.levels import Levels
 from router.controller.measures import Measures
 from router.controller.settings import Budget
 from router.controller.step_model import Terms, terms_of
@@ -70,6 +71,7 @@ class Telemetry:
         self._shapes = {role: deployment.worker_shape(role) for role in Role}
         self._terms = {role: terms_of(shape.step_time) for role, shape in self._shapes.items()}
         self._surroundings = _surroundings(deployment, self._shapes)
+        self._levels = Levels()
         self._goodput = Goodput(0.0)
         self._measures = Measures(self._terms[Role.BOTH], 0.0)
         self._heard_s = 0.0
@@ -153,6 +155,7 @@ class Telemetry:
             workers=workers,
             budget=budget,
             surroundings=self._surroundings,
+            levels=self._levels,
             start_up_s=start_up_s,
             local_prefill_tokens=router.local_prefill_tokens,
             queued_tokens=router.queued_tokens,

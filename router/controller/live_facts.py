@@ -15,6 +15,7 @@ from baton.request import Role
 from engine.emulated_model import EmulatedModel, emulated_model
 from router.controller.autoscaler.facts import Blueprint, FleetFacts, State, Tuning, WorkerFacts
 from router.controller.autoscaler.gather import Surroundings, gather, learned, load_of
+from router.controller.autoscaler.levels import Levels
 from router.controller.controller import Controller, tuning_of
 from router.controller.fleet_state import DRAINING, FAILED, READY, STANDBY, STARTING, AfterDrain, Member
 from router.controller.measures import roofline_of
@@ -57,6 +58,7 @@ class LiveFacts:
         self._emulated = emulated_model(cluster.emulation) if cluster.emulation.gpu else None
         self._blueprints = {role: self._blueprint(role, shape_of(role)) for role in Role}
         self._since: dict[str, tuple[State, float]] = {}
+        self._levels = Levels()
         self._heard_s = now_s  # when a router last lived
         self.spare_workers: int | None = None  # that fit beside those that are there; None: nobody knows
 
@@ -84,6 +86,7 @@ class LiveFacts:
             workers=self._workers(now_s),
             budget=controller.in_force.settings.revision.value.budget,
             surroundings=self._surroundings(),
+            levels=self._levels,
             start_up_s=start_up_s,
             local_prefill_tokens=self._local_prefill_tokens(),
             queued_tokens=sum(report.queued_tokens for report in controller.fresh_reports()),

@@ -16,11 +16,11 @@ from baton.request import Role
 from router.controller.autoscaler import need, outlook
 from router.controller.autoscaler.acts import Proposal
 from router.controller.autoscaler.census import Census, census
-from router.controller.autoscaler.facts import FleetFacts
+from router.controller.autoscaler.facts import ClassTraffic, FleetFacts
 from router.controller.autoscaler.held import Held, Holding, Holdings
 from router.controller.autoscaler.kept import Kept, KeptPool
 from router.controller.autoscaler.layouts import Kinds, Layout, kinds_of
-from router.controller.autoscaler.lessons import MOST, SETTLED_S, Lessons, blamed, too_many
+from router.controller.autoscaler.lessons import MOST, Lessons, blamed, judged_since, too_many
 from router.controller.autoscaler.levers import Levers
 from router.controller.autoscaler.outlook import Analytic, Evaluator
 from router.controller.autoscaler.patience import Patience
@@ -97,8 +97,7 @@ class Autoscaler:
         self._roles = roles_of(facts, self._roles)
         loads = loads_of(facts.classes, self._last)
         self._last.update((load.slo.name, load) for load in loads)
-        if self._is_settled(there):
-            self._learn(facts, there, Load(tuple(loads)))
+        self._learn(judged_since(facts.classes, self._settled_for_s(there)), facts, there, Load(tuple(loads)))
         load = sizing(loads, self._lessons.counted(self._patience.now_s), self._context(there))
         misses = self._misses(facts, load)
         kinds = self._kinds(facts, load)
@@ -155,18 +154,15 @@ class Autoscaler:
             self._context_tokens = before + SMOOTHING * (says - before)
         return self._context_tokens
 
-    def _is_settled(self, there: Census) -> bool:
-        """Whether what calls feel now is of these sizes."""
+    def _settled_for_s(self, there: Census) -> float:
+        """For how long these sizes have been, and should have been enough."""
         layout, since_s = self._settled
-        if there.ready != layout:
-            self._settled = (there.ready, self._patience.now_s)
-            return False
         is_all = there.ready == there.layout and not there.leaving
         enough = all(num >= self._short.of(role) for role, num in there.ready)
-        if not (is_all and enough):
-            self._settled = (layout, self._patience.now_s)
-            return False
-        return self._patience.now_s - since_s >= SETTLED_S
+        if there.ready != layout or not is_all or not enough:
+            since_s = self._patience.now_s
+        self._settled = (there.ready, since_s)
+        return self._patience.now_s - since_s
 
     def _misses(self, facts: FleetFacts, load: Load) -> bool:
         """Whether more calls than may miss a target that could be kept, or are turned away."""
@@ -182,14 +178,15 @@ class Autoscaler:
         kinds = kinds_of(facts)
         return {of_class.slo.name for of_class in load.classes if outlook.is_keepable(of_class, load, kinds)}
 
-    def _learn(self, facts: FleetFacts, there: Census, load: Load) -> None:
+    def _learn(self, classes: Sequence[ClassTraffic], facts: FleetFacts, there: Census, load: Load) -> None:
+        """`classes`: those whose calls felt these sizes."""
         now_s = self._patience.now_s
-        for of_class in facts.classes:
+        for of_class in classes:
             num_missed = of_class.num_missed_ttft + of_class.num_missed_tpot
             if of_class.slo.priority < 0 and too_many(num_missed, of_class):
                 self._lessons.count(of_class.slo.name, now_s)
         keepable = self._keepable(facts, load)
         share = pressure(there.of(Role.DECODE)).used_share
-        judged = [of_class for of_class in facts.classes if of_class.slo.name in keepable]
-        for role in blamed(judged, (share or 0.0) > FULL, self._roles):
-            self._lessons.learn(role, now_s)
+        judged = [of_class for of_class in classes if of_class.slo.name in keepable]
+        for role, judged_s in blamed(judged, (share or 0.0) > FULL, self._roles).items():
+            self._lessons.learn(role, now_s, judged_s)

@@ -12,5 +12,9 @@ def unless_changed(long: float, short: float, deviation: float) -> float:
     changed; 0: nobody knows."""
     if not deviation:
         return short
-    doubt = (abs(short - long) / deviation - CHANCE) / (CHANGE - CHANCE)
-    return long + min(1.0, max(0.0, doubt)) * (short - long)
+    return long + belief(abs(short - long) / deviation) * (short - long)
+
+
+def belief(doubts: float) -> float:
+    """That something is another: 0 to 1, by how many standard deviations it is off."""
+    return min(1.0, max(0.0, (doubts - CHANCE) / (CHANGE - CHANCE)))

@@ -16,6 +16,7 @@ from baton.slo import SLO
 from engine.tuning import Tuning as Tuning
 from router.controller.settings import Budget
 from router.controller.step_model import Terms
+from router.ring import SHORT_S
 
 
 class State(enum.StrEnum):
@@ -81,6 +82,7 @@ class ClassTraffic:
     prompt_pairs: float | None  # (query, context) pairs of what is not cached: n^2/2 of a whole prompt
     output_tokens: float | None
     num_arrived: float = math.inf  # calls that rate and lengths are of: the more, the surer; inf = sure
+    judged_s: float = SHORT_S  # in which the calls ended that the next four count: longer where few do
     num_judged: float = 0.0
     num_missed_ttft: float = 0.0
     num_missed_tpot: float = 0.0  # or the gap between two tokens

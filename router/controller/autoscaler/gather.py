@@ -1,8 +1,8 @@
 """The autoscaler's facts, from what routers and workers say. Pure; the controller and the simulator make them with this.
 
-Classes: rates and lengths are the long window's, unless the short one's differ by more than chance explains: then they are
-those. So a change of the mix shows within seconds where it is one, and a few long prompts in a row are none. A forecast counts
-once some of its kind have come true. Attainment is the short window's.
+Classes: rates and lengths are the long window's, unless the short one's differ by more than chance explains (levels.py). So a
+change of the mix shows within seconds where it is one, and a few long prompts in a row are none. A forecast counts once some of
+its kind have come true. Attainment is the short window's; the long one's, where fewer than MIN_JUDGED calls ended in the short.
 Steps: only models that have learned count, since the roofline they begin with may be of other GPUs; who knows the workers'
 step times (simulator, emulator) gives Terms.
 """
@@ -17,8 +17,8 @@ from baton.errors import InvalidRequest
 from baton.request import Role
 from baton.slo import SLO
 from baton.v1 import worker_pb2
-from router.controller.autoscaler.chance import unless_changed
 from router.controller.autoscaler.facts import Blueprint, ClassTraffic, FleetFacts, WorkerFacts, WorkerLoad
+from router.controller.autoscaler.levels import ClassLevels, Deviation, Level, Levels, Seen
 from router.controller.measures import ClassForecast
 from router.controller.observer import FleetView
 from router.controller.settings import Budget
@@ -26,6 +26,7 @@ from router.controller.step_model import MIN_SAMPLES, StepModel, Terms
 from router.ring import BUCKET_S, LONG_S, SHORT_S
 from router.windows import BUCKETS_PER_DOUBLING, ClassWindow
 
+MIN_JUDGED = 20.0  # calls; below it a single one moves attainment by more than percentiles leave
 LEAST_SPREAD = 0.01  # of lengths that are all in one bucket: they differ by up to 40 %
 
 
@@ -60,13 +61,16 @@ def gather(
     workers: Iterable[WorkerFacts],
     budget: Budget,
     surroundings: Surroundings,
+    levels: Levels,
     start_up_s: float,
     local_prefill_tokens: int = 0,
     queued_tokens: int = 0,
     spare_gpus: int | None = None,
     missing_s: float = 0.0,
 ) -> FleetFacts:
-    """`classes`: those in force; what routers say of others is left out. `start_up_s`: the lead that forecasts need at least."""
+    """`classes`: those in force; what routers say of others is left out. `levels`: this fleet's, from look to look. `start_up_s`:
+    the lead that forecasts need at least."""
+    levels.keep([slo.name for slo in classes])
     windows = {(window.class_name, window.window_s): window for window in view.classes}
     coming = {forecast.class_name: _coming_rate(forecast, start_up_s) for forecast in forecasts}
     return FleetFacts(
@@ -78,6 +82,8 @@ def gather(
                 windows.get((slo.name, SHORT_S)),
                 windows.get((slo.name, LONG_S)),
                 coming.get(slo.name),
+                levels.of(slo.name),
+                now_s,
                 heard=view.num_routers > 0,
             )
             for slo in classes
@@ -125,67 +131,77 @@ def _coming_rate(forecast: ClassForecast, start_up_s: float) -> float | None:
 
 
 def _traffic(
-    slo: SLO, short: ClassWindow | None, long: ClassWindow | None, coming_rate: float | None, *, heard: bool
+    slo: SLO,
+    short: ClassWindow | None,
+    long: ClassWindow | None,
+    coming_rate: float | None,
+    levels: ClassLevels,
+    now_s: float,
+    *,
+    heard: bool,
 ) -> ClassTraffic:
     """Windows are None where the class had no call of late, or no router lives."""
-    none = ClassWindow(slo.name, SHORT_S, SHORT_S)
-    now, lately = short or none, long or none
-    prompts = _Mean(now.prompt_tokens, now.num_prompts, lately.prompt_tokens, lately.num_prompts, lately.prompt_lengths)
-    outputs = _Mean(now.output_tokens, now.num_outputs, lately.output_tokens, lately.num_outputs, lately.output_lengths)
-    cached = _Mean(now.cached_tokens, now.num_prompts, lately.cached_tokens, lately.num_prompts, lately.prompt_lengths)
+    now = short or ClassWindow(slo.name, SHORT_S, SHORT_S)
+    lately = long or ClassWindow(slo.name, LONG_S, LONG_S)
+    judged = now if now.num_judged >= MIN_JUDGED else lately
+    prompt_spread, output_spread = _spread(lately.prompt_lengths), _spread(lately.output_lengths)
+    prompts = levels.prompt_tokens.look(
+        now_s,
+        Seen(now.prompt_tokens, now.num_prompts),
+        Seen(lately.prompt_tokens, lately.num_prompts),
+        _of_lengths(prompt_spread),
+    )
+    cached = levels.cached_tokens.look(
+        now_s,
+        Seen(now.cached_tokens, now.num_prompts),
+        Seen(lately.cached_tokens, lately.num_prompts),
+        _of_lengths(prompt_spread),
+    )
+    outputs = levels.output_tokens.look(
+        now_s,
+        Seen(now.output_tokens, now.num_outputs),
+        Seen(lately.output_tokens, lately.num_outputs),
+        _of_lengths(output_spread),
+    )
     return ClassTraffic(
         slo=slo,
-        rate=_rate(now, lately) if heard else None,
+        rate=_rate(now, lately, levels.rate, now_s) if heard else None,
         coming_rate=coming_rate,
-        prompt_tokens=prompts.value,
-        cached_tokens=cached.value,
-        prompt_pairs=_pairs(prompts.value, cached.value, prompts.spread),
-        output_tokens=outputs.value,
+        prompt_tokens=prompts,
+        cached_tokens=cached,
+        prompt_pairs=_pairs(prompts, cached, prompt_spread),
+        output_tokens=outputs,
         num_arrived=lately.num_arrived,
-        num_judged=now.num_judged,
-        num_missed_ttft=now.num_missed_ttft,
-        num_missed_tpot=now.num_missed_tpot + now.num_missed_itl,
-        num_failed=now.num_failed + now.num_missed_e2e,
+        judged_s=judged.window_s,
+        num_judged=judged.num_judged,
+        num_missed_ttft=judged.num_missed_ttft,
+        num_missed_tpot=judged.num_missed_tpot + judged.num_missed_itl,
+        num_failed=judged.num_failed + judged.num_missed_e2e,
     )
 
 
-def _rate(now: ClassWindow, lately: ClassWindow) -> float:
+def _rate(now: ClassWindow, lately: ClassWindow, level: Level, now_s: float) -> float | None:
     """Calls a second."""
-    short, long = now.per_s(now.num_arrived), lately.per_s(lately.num_arrived)
-    return unless_changed(long, short, math.sqrt(long / max(now.span_s, BUCKET_S)))  # Poisson
+    short = Seen(now.num_arrived, max(now.span_s, BUCKET_S))
+    long = Seen(lately.num_arrived, max(lately.span_s, BUCKET_S))
+    return level.look(now_s, short, long, lambda mean, seconds: math.sqrt(mean / seconds))  # Poisson
 
 
-@dataclass(frozen=True, slots=True)
-class _Mean:
-    """Of something over calls."""
+def _of_lengths(spread: float) -> Deviation:
+    """Of calls' mean length."""
+    of_one = math.sqrt(max(spread - 1.0, LEAST_SPREAD))
+    return lambda mean, num_calls: mean * of_one / math.sqrt(num_calls)
 
-    total: float  # over the short window
-    count: float
-    lately_total: float  # over the long one, which holds the short one, too
-    lately_count: float
-    lengths: tuple[float, ...]  # counts by bucket over the long window: how much calls differ
 
-    @property
-    def value(self) -> float | None:
-        """None: there were no calls."""
-        if not self.lately_count:
-            return self.total / self.count if self.count else None
-        long = self.lately_total / self.lately_count
-        if not self.count:
-            return long
-        short = self.total / self.count
-        return unless_changed(long, short, long * math.sqrt(max(self.spread - 1.0, LEAST_SPREAD) / self.count))
-
-    @property
-    def spread(self) -> float:
-        """The mean of squares over the square of the mean; 1 = all alike."""
-        middles = [math.exp2((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(self.lengths))]
-        count = sum(self.lengths)
-        if not count:
-            return 1.0
-        mean = sum(num * middle for num, middle in zip(self.lengths, middles, strict=True)) / count
-        squares = sum(num * middle**2 for num, middle in zip(self.lengths, middles, strict=True)) / count
-        return squares / mean**2
+def _spread(lengths: Sequence[float]) -> float:
+    """The mean of squares over the square of the mean; 1 = all alike. `lengths`: counts by bucket."""
+    count = sum(lengths)
+    if not count:
+        return 1.0
+    middles = [math.exp2((place + 0.5) / BUCKETS_PER_DOUBLING) for place in range(len(lengths))]
+    mean = sum(num * middle for num, middle in zip(lengths, middles, strict=True)) / count
+    squares = sum(num * middle**2 for num, middle in zip(lengths, middles, strict=True)) / count
+    return squares / mean**2
 
 
 def _pairs(prompt: float | None, cached: float | None, spread: float) -> float | None:

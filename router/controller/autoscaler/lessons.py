@@ -1,9 +1,10 @@
 """Where the formulas were wrong: what calls really felt, against what was foreseen. Pure; held in memory.
 
-A pool that should have been enough, that nothing has changed of for SETTLED_S, and whose calls miss their targets all the same,
-in two windows that have no call in common, does less than its steps say, for whatever reason: bursts, long tails, a slow disk.
-(One window alone may be a queue that chance made.) From then on it is STEP times as large as steps say, more if need be, up to
-MOST. That fades so slowly that a size which failed is not tried again within hours. To blame:
+A pool that should have been enough, that nothing has changed of since long before the calls that are judged came, and whose
+calls miss their targets all the same, in two windows that have no call in common, does less than its steps say, for whatever
+reason: bursts, long tails, a slow disk. (One window alone may be a queue that chance made.) From then on it is STEP times as
+large as steps say, more if need be, up to MOST. That fades so slowly that a size which failed is not tried again within hours.
+To blame:
 
     late first tokens   prefill; decode, where its memory is full, since prompts then wait for it
     late tokens         decode
@@ -28,8 +29,10 @@ LEAST = 0.02  # beyond 1; what is left of a lesson after half a day
 MOST = 2.0  # what still fails at twice the size fails for another reason
 HALF_LIFE_S = 6 * 3_600.0  # a busy time of day
 COUNT_FOR_S = 3_600.0
-MIN_JUDGED = 20.0  # calls; below it a single one moves attainment by more than percentiles leave
 DOUBTS = 2.0  # standard deviations that misses must be beyond what is allowed
+LEAST_ALLOWED = (
+    1e-3  # share of calls that may miss, also of a class that allows none: chance is judged beside something
+)
 
 
 class Lessons:
@@ -47,12 +50,12 @@ class Lessons:
         more = (self._factors[role] - 1.0) * math.exp2(-since_s / HALF_LIFE_S)
         return 1.0 + more if more >= LEAST else 1.0
 
-    def learn(self, role: Role, now_s: float) -> None:
-        """It was not enough, as the window says that ends now."""
+    def learn(self, role: Role, now_s: float, judged_s: float = SHORT_S) -> None:
+        """It was not enough, as the window says that ends now and is so long."""
         since_s = now_s - self._suspected_s[role]
-        if since_s > SETTLED_S:
+        if since_s > 2 * judged_s:
             self._suspected_s[role] = now_s
-        elif since_s >= SHORT_S and now_s - self._learned_s[role] >= SETTLED_S:
+        elif since_s >= judged_s and now_s - self._learned_s[role] >= 2 * judged_s:
             self._factors[role] = min(MOST, STEP * self.factor(role, now_s))
             self._learned_s[role] = now_s
 
@@ -78,23 +81,35 @@ class Lessons:
                 self._counted_s[name] = now_s + min(left_s, COUNT_FOR_S)
 
 
+def judged_since(classes: Iterable[ClassTraffic], since_s: float) -> list[ClassTraffic]:
+    """Those of whom all the calls that were judged came after what changed last, `since_s` ago."""
+    return [of_class for of_class in classes if since_s >= SETTLED_S - SHORT_S + of_class.judged_s]
+
+
 def too_many(num_missed: float, of_class: ClassTraffic) -> bool:
-    """Whether more calls missed than the percentile allows, and than chance explains."""
-    judged, allowed = of_class.num_judged, 1 - of_class.slo.percentile
-    if not (judged >= MIN_JUDGED and num_missed >= 0):  # NaN fails, too
+    """Whether more calls missed than the percentile allows, and than chance explains. Of six calls that is three, of 43 seven,
+    where one of twenty may: the root of a binomial's deviance, half a call less for whole numbers, is nearly normal however
+    few they are (McCullagh and Nelder 1989)."""
+    judged, allowed = of_class.num_judged, max(LEAST_ALLOWED, 1 - of_class.slo.percentile)
+    if not 1 <= num_missed <= judged < math.inf:  # NaN fails, too
         return False
-    return num_missed - allowed * judged > DOUBTS * math.sqrt(max(allowed, 1 / judged) * judged)
+    missed, met = num_missed - 0.5, judged - num_missed + 0.5
+    if missed <= allowed * judged:
+        return False
+    deviance = 2 * (missed * math.log(missed / judged / allowed) + met * math.log(met / judged / (1 - allowed)))
+    return deviance > DOUBTS**2
 
 
-def blamed(classes: Iterable[ClassTraffic], decode_is_full: bool, roles: Iterable[Role]) -> Mapping[Role, str]:
-    """Roles that calls were too late because of, each with the class that says so. Classes: those whose targets can be kept."""
-    found: dict[Role, str] = {}
-    for of_class in classes:
+def blamed(classes: Iterable[ClassTraffic], decode_is_full: bool, roles: Iterable[Role]) -> Mapping[Role, float]:
+    """Roles that calls were too late because of, each with the span in which these ended. Classes: those whose targets can be
+    kept."""
+    found: dict[Role, float] = {}
+    for of_class in sorted(classes, key=lambda of_class: of_class.judged_s):
         if too_many(of_class.num_missed_ttft, of_class):
-            found.setdefault(Role.DECODE if decode_is_full else Role.PREFILL, of_class.slo.name)
+            found.setdefault(Role.DECODE if decode_is_full else Role.PREFILL, of_class.judged_s)
         if too_many(of_class.num_missed_tpot, of_class):
-            found.setdefault(Role.DECODE, of_class.slo.name)
+            found.setdefault(Role.DECODE, of_class.judged_s)
     has = set(roles)
     if Role.BOTH in has and found:
-        found[Role.BOTH] = next(iter(found.values()))
-    return {role: name for role, name in found.items() if role in has}
+        found[Role.BOTH] = min(found.values())
+    return {role: judged_s for role, judged_s in found.items() if role in has}

@@ -88,7 +88,7 @@ class Levers:
             for lever in (self._undrain, self._flip, self._wake, self._create):
                 while self._have.of(role) < size and (proposal := lever(role)) is not None:
                     self._have = self._have.plus(role)
-                    self._patience.grew(role)
+                    self._patience.grows(role, _worker_id(proposal.act))
                     yield proposal
             if self._have.of(role) < size:
                 yield from self._make_room(role)
@@ -104,7 +104,7 @@ class Levers:
             worker = self._least_busy(giver, ready_only=True)
             if worker is not None and worker.shape in self._shapes(role):
                 self._have = self._have.plus(giver, -1)
-                self._patience.gave(giver, role)
+                self._patience.gives(giver, role, worker.worker_id)
                 how = f"{giver.name.lower()} can spare one: {self._sizes.reasons.get(giver, '')}; {role.name.lower()} is short"
                 return self._take(worker, Flip(worker.worker_id, role), role, how)
         return None
@@ -135,7 +135,7 @@ class Levers:
         for giver in self._givers(role):
             worker = self._least_busy(giver)
             if worker is not None and worker.shape not in self._shapes(role):
-                self._patience.gave(giver, role)
+                self._patience.gives(giver, role, worker.worker_id)
                 yield self._end(worker, f"makes room for {role.name.lower()} in a budget of {max_gpus} GPUs", False)
                 return
 
@@ -167,7 +167,7 @@ class Levers:
                 worker = self._least_busy(role)
                 if worker is None or not (worker.state in _NOT_UP or self._num_ready(role) > size):
                     break
-                self._patience.shrank(role)
+                self._patience.shrinks(role, worker.worker_id)
                 keep = worker.state not in _NOT_UP and self._num_standbys < self._max_standbys
                 yield self._end(worker, f"{size} were enough for long: {self._why(role)}", keep)
 
@@ -223,6 +223,11 @@ class Levers:
 
     def _why(self, role: Role) -> str:
         return self._sizes.reasons.get(role, "")
+
+
+def _worker_id(act: Act) -> str | None:
+    """None: of somebody new."""
+    return act.worker_id if isinstance(act, Undrain | Flip | Wake) else None
 
 
 def _busy(worker: WorkerFacts) -> tuple[float, str]:

@@ -6,6 +6,7 @@
              grew; for twice as long where it had to grow again within REGRET_STARTS start-ups, and so on: so bursts find what
              the last one needed
 
+What was proposed counts as done once the next look shows it: whether anything is carried out is not decided here.
 Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from baton.request import Role
@@ -47,6 +48,15 @@ class _Pool:
     failed_s: float = -math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """At the last look."""
+
+    worker_id: str | None  # None: somebody new
+    role: Role
+    done: Callable[[], None]  # what to note once it is
+
+
 class Patience:
     """Of one fleet."""
 
@@ -56,6 +66,7 @@ class Patience:
         self._clock_s: float | None = None  # the caller's, at the last look
         self._pools = {role: _Pool() for role in Role}
         self._states: dict[str, tuple[State, Role, float]] = {}  # by worker: what it is, and since when
+        self._proposed: list[_Proposed] = []
         self._failed_starts: set[str] = set()  # workers that are pending still, and were counted
 
     def measured(self, times: Times) -> None:
@@ -79,6 +90,10 @@ class Patience:
             is_same = known is not None and known[:2] == (worker.state, worker.role)
             since_s = known[2] if known is not None and is_same else self.now_s
             self._states[worker.worker_id] = (worker.state, worker.role, since_s)
+        for proposed in self._proposed:
+            if self._was_done(proposed, before):
+                proposed.done()
+        self._proposed.clear()
         self._failed_starts &= {name for name, (state, _, _) in self._states.items() if state is State.PENDING}
 
     def in_state_s(self, worker: WorkerFacts) -> float:
@@ -106,19 +121,34 @@ class Patience:
         """What was enough is no longer known."""
         self._pools[role].wanted.clear()
 
-    def grew(self, role: Role) -> None:
+    def grows(self, role: Role, worker_id: str | None) -> None:
+        """It is to take this one; None: somebody new."""
+        self.forget(role)
+        self._proposed.append(_Proposed(worker_id, role, lambda: self._grew(role)))
+
+    def shrinks(self, role: Role, worker_id: str) -> None:
+        """It is to let this one go, as more than enough."""
+        self._proposed.append(_Proposed(worker_id, role, lambda: self._shrank(role)))
+
+    def _grew(self, role: Role) -> None:
         pool = self._pools[role]
         if self.now_s - pool.shrunk_s <= self._regret_s(role):
             if self._hold_s(role) < MAX_HOLD_S:
                 pool.num_regrets += 1
             pool.shrunk_s = -math.inf  # regretted once, however many it takes back
-        self.forget(role)
 
-    def shrank(self, role: Role) -> None:
+    def _shrank(self, role: Role) -> None:
         pool = self._pools[role]
         went_well = math.isfinite(pool.shrunk_s) and self.now_s - pool.shrunk_s > self._regret_s(role)
         pool.num_regrets = max(0, pool.num_regrets - went_well)
         pool.shrunk_s = self.now_s
+
+    def _was_done(self, proposed: _Proposed, before: Mapping[str, tuple[State, Role, float]]) -> bool:
+        """Somebody new came, or the one that was meant is no longer what it was."""
+        if proposed.worker_id is None:
+            return any(role is proposed.role and name not in before for name, (_, role, _) in self._states.items())
+        was, now = before.get(proposed.worker_id), self._states.get(proposed.worker_id)
+        return was is None or now is None or was[:2] != now[:2]
 
     def _hold_s(self, role: Role) -> float:
         times = self._times
@@ -150,7 +180,11 @@ class Patience:
         latest_s = max(self._pools[giver].took_s, self._pools[taker].gave_s)
         return self.now_s - latest_s >= self._times.dwell_s
 
-    def gave(self, giver: Role, taker: Role) -> None:
+    def gives(self, giver: Role, taker: Role, worker_id: str) -> None:
+        """It is to let this one go for the other."""
+        self._proposed.append(_Proposed(worker_id, giver, lambda: self._gave(giver, taker)))
+
+    def _gave(self, giver: Role, taker: Role) -> None:
         self._pools[giver].gave_s = self._pools[taker].took_s = self.now_s
 
     def failed_starts(self, stuck: Iterable[WorkerFacts]) -> None:

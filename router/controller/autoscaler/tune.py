@@ -27,7 +27,7 @@ from router.controller.autoscaler.acts import Proposal, Tune
 from router.controller.autoscaler.census import Census
 from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, State, Tuning, WorkerFacts
 from router.controller.autoscaler.layouts import kinds_of
-from router.controller.autoscaler.lessons import SETTLED_S, too_many
+from router.controller.autoscaler.lessons import SETTLED_S, judged_since, too_many
 from router.controller.autoscaler.need import Kind
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork
@@ -157,8 +157,9 @@ class Tuner:
             far = [
                 (worker, goal) for worker, goal in self._goals(facts, kind, load, ready) if _is_far(worker.tuning, goal)
             ]
-            if not far and now_s - max(self._tuned_s[worker.worker_id] for worker in ready) >= SETTLED_S:
-                self._correct(kind, load, facts.classes, ready, now_s)
+            if not far:
+                changed_s = max(self._corrected_s[role], *(self._tuned_s[worker.worker_id] for worker in ready))
+                self._correct(kind, load, judged_since(facts.classes, now_s - changed_s), ready, now_s)
             for worker, goal in far:
                 if now_s - self._tuned_s[worker.worker_id] >= dwell_s:
                     self._tuned_s[worker.worker_id] = now_s
@@ -178,8 +179,9 @@ class Tuner:
     def _correct(
         self, kind: Kind, load: Load, classes: Sequence[ClassTraffic], ready: Sequence[WorkerFacts], now_s: float
     ) -> None:
+        """`classes`: those whose calls felt the settings as they are."""
         role = kind.role
-        if role is Role.PREFILL or now_s - self._corrected_s[role] < SETTLED_S:
+        if role is Role.PREFILL:
             return
         slack = self._slack[role]
         if any(too_many(c.num_missed_tpot, c) for c in classes):

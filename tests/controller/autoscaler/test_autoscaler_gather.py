@@ -14,6 +14,7 @@ from baton.v1 import worker_pb2
 from router.controller.arrivals import Forecast
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.autoscaler.gather import Surroundings, gather, learned, load_of
+from router.controller.autoscaler.levels import Levels
 from router.controller.measures import ClassForecast
 from router.controller.observer import FleetView
 from router.controller.settings import Budget
@@ -62,6 +63,7 @@ def told(*windows: ClassWindow, rate: float = 10.0) -> FleetFacts:
         workers=fleet(1, 1),
         budget=Budget(),
         surroundings=SURROUNDINGS,
+        levels=Levels(),
         start_up_s=60.0,
     )
 
@@ -105,6 +107,7 @@ def test_without_routers_nothing_is_known_and_without_calls_there_are_none() -> 
         workers=(),
         budget=Budget(),
         surroundings=SURROUNDINGS,
+        levels=Levels(),
         start_up_s=60.0,
     )
     assert [traffic.rate for traffic in silent.classes] == [0.0, 0.0]
@@ -121,6 +124,7 @@ def test_a_start_up_longer_than_every_lead_gets_the_longest() -> None:
         workers=(),
         budget=Budget(),
         surroundings=SURROUNDINGS,
+        levels=Levels(),
         start_up_s=1_000.0,
     )
     assert facts.classes[0].coming_rate == 5.0
