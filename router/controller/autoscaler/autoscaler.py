@@ -109,7 +109,7 @@ class Autoscaler:
             for role in Role:
                 if there.layout.of(role) <= MOST * sizes.wanted.of(role):
                     self._patience.forget(role)
-        self._patience.wanted(sizes.enough)
+        self._patience.wanted(sizes.enough, sizes.later)
         tunings = self._tuner.proposals(facts, there, load, self._patience.now_s, self._times.dwell_s)
         return [*tunings, *self._levers(facts, there, sizes).proposals()]
 

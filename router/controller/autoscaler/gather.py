@@ -72,6 +72,7 @@ def gather(
     the lead that forecasts need at least."""
     levels.keep([slo.name for slo in classes])
     windows = {(window.class_name, window.window_s): window for window in view.classes}
+    later = {forecast.class_name: _later_rate(forecast) for forecast in forecasts}
     coming = {forecast.class_name: _coming_rate(forecast, start_up_s) for forecast in forecasts}
     return FleetFacts(
         now_s=now_s,
@@ -82,6 +83,7 @@ def gather(
                 windows.get((slo.name, SHORT_S)),
                 windows.get((slo.name, LONG_S)),
                 coming.get(slo.name),
+                later.get(slo.name),
                 levels.of(slo.name),
                 now_s,
                 heard=view.num_routers > 0,
@@ -130,11 +132,18 @@ def _coming_rate(forecast: ClassForecast, start_up_s: float) -> float | None:
     return told.rate if told.error is not None else None
 
 
+def _later_rate(forecast: ClassForecast) -> float | None:
+    """The upper end of the interval at the longest lead; None: nobody knows how good it is."""
+    last = max(forecast.forecasts, key=lambda of_lead: of_lead.lead_s, default=None)
+    return last.high if last is not None and last.error is not None else None
+
+
 def _traffic(
     slo: SLO,
     short: ClassWindow | None,
     long: ClassWindow | None,
     coming_rate: float | None,
+    later_rate: float | None,
     levels: ClassLevels,
     now_s: float,
     *,
@@ -167,6 +176,7 @@ def _traffic(
         slo=slo,
         rate=_rate(now, lately, levels.rate, now_s) if heard else None,
         coming_rate=coming_rate,
+        later_rate=later_rate,
         prompt_tokens=prompts,
         cached_tokens=cached,
         prompt_pairs=_pairs(prompts, cached, prompt_spread),

@@ -4,7 +4,7 @@
     flip     dwell_s after the pool that would give took one, or the one that would take gave one
     shrink   to what was enough for HOLD_STARTS start-ups, shrink_after_s at most, none of which came before the pool last
              grew; for twice as long where it had to grow again within REGRET_STARTS start-ups, and so on: so bursts find what
-             the last one needed
+             the last one needed. For FALLING of it, if it will be enough for the most that forecasts hold likely, too
 
 What was proposed counts as done once the next look shows it: whether anything is carried out is not decided here.
 Time here is what passed between looks, so a clock that jumps back takes nothing away and one that jumps forward gives nothing.
@@ -28,6 +28,8 @@ BACKOFF_S = 60.0  # a start-up
 # A worker that was let go too early is missed for a start-up. Holding it for as long as that once more costs as much as its
 # start, which is the least that it can cost to be wrong (ski rental: Karlin et al. 1988): docs/adr/0012
 HOLD_STARTS = 2.0
+# measured: of 1/2 and 1/4 the latter loses less on rates that swing, and neither lets a worker go at a constant rate
+FALLING = 0.25
 LEAST_HOLD_S = 2 * SHORT_S  # so that all that is seen of the traffic came meanwhile, also where starts are instant
 # A call that is missed is taken to be worth ten times its GPU time (docs/control.md), so a worker that comes back sooner than
 # this should have been kept
@@ -67,6 +69,7 @@ class Patience:
         self._pools = {role: _Pool() for role in Role}
         self._states: dict[str, tuple[State, Role, float]] = {}  # by worker: what it is, and since when
         self._proposed: list[_Proposed] = []
+        self._later: Layout | None = None  # sizes that forecasts ask for
         self._failed_starts: set[str] = set()  # workers that are pending still, and were counted
 
     def measured(self, times: Times) -> None:
@@ -102,8 +105,9 @@ class Patience:
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
-    def wanted(self, layout: Layout) -> None:
-        """Sizes that would do now."""
+    def wanted(self, layout: Layout, later: Layout | None = None) -> None:
+        """Sizes that would do now, and for the most that may come; None: nobody knows."""
+        self._later = later
         for role, num in layout:
             sizes = self._pools[role].wanted
             sizes.append((self.now_s, num))
@@ -112,10 +116,19 @@ class Patience:
 
     def enough(self, role: Role) -> int | None:
         """The size that was enough for as long as it must; None: that is not known yet."""
-        sizes = self._pools[role].wanted
-        if not sizes or self.now_s - sizes[0][0] < self._hold_s(role):
+        hold_s = self._hold_s(role)
+        found = [self._largest(role, hold_s)]
+        if self._later is not None and (lately := self._largest(role, FALLING * hold_s)) is not None:
+            found.append(max(lately, self._later.of(role)))
+        return min((size for size in found if size is not None), default=None)
+
+    def _largest(self, role: Role, within_s: float) -> int | None:
+        """That was wanted; None: it was not looked for so long."""
+        sizes, since_s = self._pools[role].wanted, self.now_s - within_s
+        before = [num for at_s, num in sizes if at_s <= since_s]
+        if not before:
             return None
-        return max(num for _, num in sizes)
+        return max([before[-1], *(num for at_s, num in sizes if at_s > since_s)])
 
     def forget(self, role: Role) -> None:
         """What was enough is no longer known."""

@@ -7,7 +7,8 @@
 
 Four answers, so that a load must move by BAND before what was done is undone: for the load; for half a BAND less, or for as much
 less as it is not sure yet (who is short even then, is short; where calls miss their targets, who is short now); for half a BAND
-more (what is enough for a pool that lets a worker go); for a BAND more (what a pool keeps that gives one to another).
+more (what is enough for a pool that lets a worker go); for a BAND more (what a pool keeps that gives one to another). And one
+for the most that may come in minutes, where forecasts are known to be good: what is enough then, too, goes sooner (patience.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from router.controller.autoscaler.layouts import PAIR, Kinds, Layout
 from router.controller.autoscaler.outlook import Evaluator, Scene
 from router.controller.autoscaler.search import Search
 from router.controller.autoscaler.sound import pressure
-from router.controller.autoscaler.traffic import LEAST_RATE, Load, known
+from router.controller.autoscaler.traffic import LEAST_RATE, Load, known, later
 from router.controller.decisions import Input
 
 SPREAD = 2.0  # of sequences' memory: its mean square by its squared mean, where lengths vary by about their mean. As outlook.py
@@ -42,6 +43,7 @@ class Sizes:
     wanted: Layout
     short: Layout  # up to it a pool takes
     enough: Layout  # down to it a pool may let go
+    later: Layout | None  # enough for the most that may come in minutes; None: nobody knows
     spare: Layout  # above it a pool gives to another
     max_gpus: int | None  # of budget and machines
     reasons: Mapping[Role, str]  # why a pool is wanted as large as it is
@@ -89,12 +91,14 @@ class Sizing:
         self._calls = _calls(facts)
 
     def sizes(self) -> Sizes:
-        wanted, high, higher = self._best(1.0), self._best(need.HALF_BAND), self._best(need.BAND)
-        low = wanted if self._is_missed else self._best(1 / max(need.HALF_BAND, 1 + self._doubt()))
+        wanted, high, higher = self._times(1.0), self._times(need.HALF_BAND), self._times(need.BAND)
+        low = wanted if self._is_missed else self._times(1 / max(need.HALF_BAND, 1 + self._doubt()))
+        coming = later(self._load, self._facts.classes)
         return Sizes(
             wanted=wanted,
             short=Layout(*(min(low.of(role), num) for role, num in wanted)),
             enough=Layout(*(max(high.of(role), num) for role, num in wanted)),
+            later=self._best(coming) if coming is not None else None,
             spare=Layout(*(max(higher.of(role), num) for role, num in wanted)),
             max_gpus=self._max_gpus(),
             reasons={role: self._reason(role, wanted.of(role)) for role in self._roles},
@@ -106,8 +110,13 @@ class Sizing:
         num = sum(known(traffic.num_arrived, math.inf) or 0.0 for traffic in self._facts.classes)
         return math.sqrt(SPREAD / num) if num else 0.0
 
-    def _best(self, factor: float) -> Layout:
-        load, have = self._load.times(factor), self._there.layout
+    def _times(self, factor: float) -> Layout:
+        """For so many times the load."""
+        return self._best(self._load.times(factor), factor)
+
+    def _best(self, load: Load, factor: float = 1.0) -> Layout:
+        """`factor`: of what runs already."""
+        have = self._there.layout
         least, start = Layout(), Layout()
         for role in self._roles:
             busy = self._busy(role, load)

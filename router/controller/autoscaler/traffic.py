@@ -78,6 +78,15 @@ class Load:
         return replace(self, classes=tuple(replace(load, rate=load.rate * factor) for load in self.classes))
 
 
+def later(load: Load, classes: Iterable[ClassTraffic]) -> Load | None:
+    """The same calls, as many as may come at the longest lead; None: nobody knows."""
+    rates = {traffic.slo.name: known(traffic.later_rate, MAX_RATE) for traffic in classes}
+    told = [(of_class, rates.get(of_class.slo.name)) for of_class in load.classes]
+    if not told or any(rate is None for _, rate in told):
+        return None
+    return replace(load, classes=tuple(replace(of_class, rate=rate or 0.0) for of_class, rate in told))
+
+
 def known(value: float | None, most: float) -> float | None:
     """None where it is no number that can be."""
     return value if value is not None and 0 <= value <= most and math.isfinite(value) else None
