@@ -87,6 +87,31 @@ def test_many_calls_show_a_change_at_once_and_a_few_do_not() -> None:
     assert few.prompt_tokens == 1_000  # 1.5
 
 
+def test_few_calls_are_judged_over_the_long_window() -> None:
+    [few] = told(window(30.0, 19, 1_000), window(300.0, 60, 1_000)).classes
+    [enough] = told(window(30.0, 20, 1_000), window(300.0, 60, 1_000)).classes
+    assert (few.judged_s, few.num_judged) == (300.0, 60)
+    assert (enough.judged_s, enough.num_judged) == (30.0, 20)
+
+
+def test_the_most_that_may_come_is_known_once_the_longest_forecasts_came_true() -> None:
+    near, far = (Forecast(lead_s, 5.0, 4.0, 7.0, "last", 0.1, None) for lead_s in (60.0, 300.0))
+    for forecasts, later in (((near, far), 7.0), ((near, replace(far, error=None)), None), ((), None)):
+        [chat] = gather(
+            0.0,
+            view=NOTHING,
+            forecasts=[ClassForecast(CHAT.name, 1.0, forecasts)],
+            classes=[CHAT],
+            steps={},
+            workers=(),
+            budget=Budget(),
+            surroundings=SURROUNDINGS,
+            levels=Levels(),
+            start_up_s=60.0,
+        ).classes
+        assert chat.later_rate == later
+
+
 def test_prompts_that_vary_have_more_pairs_than_their_mean_says() -> None:
     mixed = replace(window(30.0, 100, 1_000), prompt_lengths=lengths(*[100] * 90, *[9_100] * 10))
     [chat] = told(mixed, replace(mixed, window_s=300.0, span_s=300.0)).classes

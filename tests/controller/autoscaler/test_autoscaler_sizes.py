@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from baton.request import Role
-from router.controller.autoscaler.acts import Create, Drain
+from router.controller.autoscaler.acts import Create, Drain, Proposal
 from router.controller.autoscaler.autoscaler import Autoscaler
 from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, Tuning, WorkerLoad
-from router.controller.autoscaler.lessons import Lessons
+from router.controller.autoscaler.lessons import Lessons, too_many
 from router.controller.autoscaler.scaler import Times
-from tests.controller.autoscaler.fleets import MOST, carried_out, chat, facts, fleet
+from tests.controller.autoscaler.fleets import CHAT, MOST, carried_out, chat, facts, fleet
 from tests.controller.autoscaler.fluid import Fluid
 
 
@@ -96,6 +97,79 @@ def test_a_pool_that_was_missed_soon_is_kept_for_twice_as_long_each_time() -> No
     assert waits[0] < 60.0 + 150.0
     assert max(drains) < 2_400.0  # from the fourth burst on it is kept for the next one
     assert fluid.ready(Role.DECODE) > 1
+
+
+def swinging(at_s: float) -> list[ClassTraffic]:
+    return [chat(450.0 if at_s % 600.0 < 300.0 else 5.0, prompt=16.0)]
+
+
+class Unheard(Fluid):
+    """Nobody carries out what is proposed: mode advisory."""
+
+    def _carry_out(self, proposal: Proposal) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("fleets", "num_regrets"), [(Fluid, 1), (Unheard, 0)])
+def test_only_what_was_done_is_regretted(fleets: type[Fluid], num_regrets: int) -> None:
+    scaler = Autoscaler()
+    fluid = fleets(scaler, fleet(1, 2), swinging)
+    fluid.run(240)
+    assert fluid.counts()["Drain"] > 0
+    assert fluid.counts()["Create"] > 0
+    regrets = scaler.kept().pools["decode"].num_regrets
+    assert min(regrets, 1) == num_regrets
+
+
+@pytest.mark.parametrize(("later_rate", "drained_s"), [(20.0, 40.0), (250.0, 130.0), (None, 130.0), (math.nan, 130.0)])
+def test_a_pool_shrinks_sooner_where_forecasts_say_that_it_will_not_be_missed(
+    later_rate: float | None, drained_s: float
+) -> None:
+    fluid = Fluid(Autoscaler(), fleet(1, 2), lambda _: [replace(chat(5.0, prompt=16.0), later_rate=later_rate)])
+    fluid.run(40)
+    assert fluid.times_of(Drain) == [drained_s]
+
+
+@pytest.mark.parametrize(("rate", "grows"), [(0.05, True), (0.3, True), (0.3, False)])
+def test_a_slow_load_of_heavy_calls_that_miss_gets_more_workers(rate: float, grows: bool) -> None:
+    """Few calls end in 30 s, so five minutes of them say what is missed."""
+    calls = 300.0 * rate
+    missed = calls if grows else 0.05 * calls
+
+    def traffic(_: float) -> list[ClassTraffic]:
+        slow = chat(rate, 1_000.0, 200.0, num_arrived=calls, judged_s=300.0, num_judged=calls, num_missed_tpot=missed)
+        return [slow]
+
+    fluid = Fluid(Autoscaler(), fleet(1, 1), traffic)
+    fluid.run(180)
+    assert (fluid.ready(Role.DECODE) > 1) == grows
+
+
+@pytest.mark.parametrize(
+    ("num_missed", "num_judged", "percentile", "many"),
+    [
+        (1, 1, 0.95, False),
+        (2, 6, 0.95, False),
+        (3, 6, 0.95, True),
+        (3, 20, 0.95, False),
+        (4, 20, 0.95, True),
+        (10, 100, 0.95, False),
+        (11, 100, 0.95, True),
+        (50_500, 1_000_000, 0.95, True),
+        (50_100, 1_000_000, 0.95, False),
+        (1, 20, 1.0, False),
+        (2, 20, 1.0, True),
+        (0, 0, 0.95, False),
+        (math.nan, 20, 0.95, False),
+        (5, math.nan, 0.95, False),
+        (math.inf, math.inf, 0.95, False),
+    ],
+)
+def test_more_calls_miss_than_chance_explains(
+    num_missed: float, num_judged: float, percentile: float, many: bool
+) -> None:
+    of_class = replace(chat(1.0), slo=replace(CHAT, percentile=percentile), num_judged=num_judged)
+    assert too_many(num_missed, of_class) is many
 
 
 def test_no_pool_shrinks_while_calls_miss_and_not_before_they_have_been_served_for_as_long_as_it_must() -> None:
