@@ -93,7 +93,7 @@ def batches_in_pace(kind: Kind, load: Load) -> dict[str, float]:
 
 def _batch_in_pace(kind: Kind, load: Load, of_class: ClassLoad) -> float:
     limit_s = pace_limit_s(of_class)
-    now, surely = (_whole(batch_within(kind, load, limit)) for limit in (limit_s, limit_s / HALF_BAND))
+    now, surely = (whole(batch_within(kind, load, limit)) for limit in (limit_s, limit_s / HALF_BAND))
     return min(now, max(surely, kind.batches.get(of_class.slo.name, now)))
 
 
@@ -174,7 +174,7 @@ def _work_per_seq(kind: Kind, load: Load) -> StepWork:
     return StepWork(1.0 + begun * load.lacking_per_s, load.context_tokens, begun * load.pairs_per_s)
 
 
-def _whole(batch: float) -> float:
+def whole(batch: float) -> float:
     """As many as fit, but for a rounding error."""
     return math.floor(batch + 1e-9) if math.isfinite(batch) else batch
 

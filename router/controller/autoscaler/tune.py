@@ -3,7 +3,8 @@
 The step model says where to go at once, from wherever the limits are; what calls felt corrects it by small steps.
 
     seats    of who decodes: the batch at whose steps most calls keep their pace. Where classes differ, a strict one's batch or a
-             loose one's, whichever is worth more: what a small batch makes wait counts as missed
+             loose one's, whichever is worth more: what a small batch makes wait counts as missed. Fewer at once, more only once
+             steps STEP longer would allow them, too: else where four or five fit an error of 1 % turns them every minute
     budget   of who computes prompts beside decodes: the largest step that keeps the pace, but never fewer tokens than prompts
              need to keep up, so that under overload steps balance both
              of who only computes prompts: the largest step that takes STEP_OF_TTFT of the strictest target, as large ones use
@@ -62,7 +63,7 @@ def best(
     if kind.role is Role.PREFILL:
         return _for_prompts(kind, load)
     paces = [Pace(c, slack * _pace_s(c)) for c in load.classes]
-    seats = _seats(kind, load, num_workers, paces)
+    seats = _seats(kind, load, num_workers, paces, now.max_num_seqs)
     if kind.role is Role.DECODE and not local_prefill:
         budget = min(kind.tuning.max_num_batched_tokens, max(seats, now.max_num_batched_tokens))
         return Tuning(seats, budget, min(budget, now.chunk_tokens))
@@ -74,9 +75,9 @@ def _pace_s(of_class: ClassLoad) -> float:
     return min(PACE * slo.tpot_ms, slo.itl_p99_ms if slo.itl_p99_ms is not None else math.inf) / 1e3
 
 
-def _seats(kind: Kind, load: Load, num_workers: int, paces: Sequence[Pace]) -> int:
+def _seats(kind: Kind, load: Load, num_workers: int, paces: Sequence[Pace], now: int) -> int:
     most = kind.tuning.max_num_seqs
-    batches = {pace.of_class.slo.name: need.batch_within(kind, load, pace.limit_s) for pace in paces}
+    batches = {pace.of_class.slo.name: _batch(kind, load, pace.limit_s, now) for pace in paces}
 
     def worth(seats: float) -> float:
         """Weighted calls that keep their pace, of those that find a seat."""
@@ -84,8 +85,14 @@ def _seats(kind: Kind, load: Load, num_workers: int, paces: Sequence[Pace]) -> i
         kept = sum(c.slo.weight * c.rate for c in load.classes if batches[c.slo.name] >= seats)
         return kept * min(1.0, in_time / load.outputs_per_s)
 
-    candidates = [float(math.floor(min(most, batch))) for batch in batches.values() if batch >= 1]
+    candidates = [min(float(most), batch) for batch in batches.values() if batch >= 1]
     return int(max(candidates, key=lambda seats: (worth(seats), seats), default=most))
+
+
+def _batch(kind: Kind, load: Load, limit_s: float, now: int) -> float:
+    """The whole batch that keeps the pace; as now where that is nearly in doubt."""
+    most, surely = (need.whole(need.batch_within(kind, load, limit)) for limit in (limit_s, limit_s / STEP))
+    return min(most, max(surely, float(now)))
 
 
 def _budget(kind: Kind, load: Load, num_workers: int, seats: int, paces: Sequence[Pace]) -> Mapping[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -160,3 +160,22 @@ def test_a_decode_worker_with_more_seats_than_a_step_has_tokens_is_told_what_it_
 def test_steps_that_cost_nothing_but_their_weights_allow_all_there_is(role: Role) -> None:
     free = Terms(fixed_s=1e-3, s_per_token=0.0, weights_s=4e-3, s_per_context_token=0.0, s_per_pair=0.0)
     assert tune.best(Kind(role, free, MOST, 0), load(30.0), 1, MOST, local_prefill=True) == MOST
+
+
+@pytest.mark.parametrize("room", [2.0, 4.0, 5.0])
+def test_seats_near_a_whole_batch_do_not_turn_with_steps_that_are_told_one_percent_longer_and_shorter(
+    room: float,
+) -> None:
+    tokens = room * 1_100.0
+    tpot_ms = 1e3 * TERMS.step_s(StepWork(room, tokens)) / tune.PACE
+    of = load(1.0, replace(CHAT, tpot_ms=tpot_ms))
+    now, seats = Tuning(64, 2_048, 512), []
+    for tick in range(40):
+        longer = 1.01 if tick % 2 else 0.99
+        kind = Kind(Role.DECODE, Terms(*(longer * value for value in astuple(TERMS))), MOST, 200_000)
+        now = tune.best(kind, of, 1, now)
+        seats.append(now.max_num_seqs)
+    assert len(set(seats[2:])) == 1
+    assert seats[-1] < room
+    surely = Kind(Role.DECODE, Terms(*(0.9 * value for value in astuple(TERMS))), MOST, 200_000)
+    assert tune.best(surely, of, 1, now).max_num_seqs >= room
