@@ -78,6 +78,14 @@ def test_workers_compute_with_the_whole_cores_of_their_pods(cpu: object, cores: 
     assert (config.prefill_cores, config.decode_cores) == (8, cores)
 
 
+def test_each_role_is_drained_for_as_long_as_its_pool_says() -> None:
+    config = cluster_of(
+        render(merged(LEAST, {"pools": {"decode": {"drainSeconds": 900}}, "router": {"drainSeconds": 30}}))
+    )
+    assert [config.drain_s_of(role) for role in ("prefill", "decode", "both")] == [60, 900, 900]
+    assert config.router.drain_s == 30
+
+
 def test_a_pool_of_both_has_its_own_bounds_and_hardware() -> None:
     both = {"cpu": "16", "replicas": {"initial": 3, "min": 2, "max": 5}}
     release = render(merged(MATRIX["colocated"], {"pools": {"both": both, "decode": {"cpu": "2"}}}))

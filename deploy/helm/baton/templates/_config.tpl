@@ -124,6 +124,7 @@ kubernetes:
   {{- $kind := ternary $pool $pods $pool.enabled }}{{/* of whom plays a role that has no pool */}}
   {{ $name }}_shape: {{ include "baton.shape" $kind }}
   {{ $name }}_cores: {{ include "baton.cores" $kind.cpu }}
+  {{ $name }}_drain_s: {{ $kind.drainSeconds }}
   {{ $name }}_min: {{ ternary $pool.replicas.min 0 $pool.enabled }}
   {{ $name }}_max: {{ $pool.replicas.max }}
   {{- end }}
