@@ -74,7 +74,8 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
     def manifest_of(spec: ModelSpec) -> WeightManifest:
         return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype)
 
-    files, weights = describe_model(path), None
+    files = describe_model(path)
+    weights = None
     if borrow is not None and config.model.weights_from == "auto" and files.spec.weights_hash:
         manifest = manifest_of(files.spec)
         buffer = _borrowed(config, borrow, files, manifest)

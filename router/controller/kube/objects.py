@@ -168,7 +168,8 @@ def _on_lost_node(body: JsonObject, conditions: Mapping[str, JsonObject]) -> boo
     if ready.get("status") != "False":
         return False
     has_gates = bool((body.get("spec") or {}).get("readinessGates"))
-    return ready.get("reason") == "NodeNotReady" or (_holds(conditions.get("ContainersReady")) and not has_gates)
+    is_said = bool(ready.get("reason") == "NodeNotReady")
+    return is_said or (_holds(conditions.get("ContainersReady")) and not has_gates)
 
 
 def _runs_first(container: JsonObject) -> bool:
