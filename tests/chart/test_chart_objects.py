@@ -93,7 +93,9 @@ def test_controllers_that_wait_are_ready_so_that_a_rollout_ends() -> None:
     assert release.get("PodDisruptionBudget", "demo-baton-controller")["spec"]["maxUnavailable"] == 1
 
 
-ROUTERS_FETCH: dict[str, tuple[list[str], str]] = {  # what a router's pod does first, and where its processes find the model
+ROUTERS_FETCH: dict[
+    str, tuple[list[str], str]
+] = {  # what a router's pod does first, and where its processes find the model
     "least": (["fetch", "--small"], "/models/small/acme--tiny-main"),
     "host path": (["fetch", "--small"], "/models/small/acme--tiny-main"),
     "a url": (["fetch"], f"/models/acme--tiny-{'0' * 12}.gguf"),  # its sha256 is that of the whole file
