@@ -262,6 +262,10 @@ class KubernetesConfig:
     prefill_cores: int = 1  # that a worker of the pool computes with where engine.num_threads leaves it open
     decode_cores: int = 1
     both_cores: int = 1
+    # What running calls get of a worker of that role that is ended or replaced; DESIGN section 5
+    prefill_drain_s: float = 600.0
+    decode_drain_s: float = 600.0
+    both_drain_s: float = 600.0
     prefill_min: int = 1  # bounds of a new store's budget
     prefill_max: int = 0  # 0 = the GPU budget alone
     decode_min: int = 1
@@ -305,3 +309,10 @@ class ClusterConfig:
         if role != "decode" or self.decode_kv_cache_dtype == "auto":
             return self.engine
         return replace(self.engine, kv_cache_dtype=self.decode_kv_cache_dtype)
+
+    def drain_s_of(self, role: str) -> float:
+        """How long running calls may go on at a worker of that role that is to be ended or replaced."""
+        pods = self.kubernetes
+        if not pods.fullname:
+            return self.router.drain_s
+        return {"prefill": pods.prefill_drain_s, "decode": pods.decode_drain_s, "both": pods.both_drain_s}[role]

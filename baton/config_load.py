@@ -75,6 +75,7 @@ _PORT = Limit("a TCP port; 0 lets the system pick one", 0, 65_535)
 # into a ConfigMap (test_kube_documents.py). What one machine can hold says Ray's accounting (controller.worker_num_cpus)
 _WORKERS = Limit("workers of one role", 0, 1_000)
 _PODS = Limit("pods of one pool; a maximum of 0 = none", 0, 100_000)
+_DRAIN = Limit("0 = do not wait for running calls", 0, 86_400)
 _SECONDS = Limit("a wait must end", 0.01, 86_400)
 _DELAY = Limit("0 = at once", 0, 86_400)
 _COUNT = Limit("nothing can be served with less", 1)
@@ -136,7 +137,7 @@ _LIMITS: Mapping[str, Limit] = {
     "router.prefix_index_blocks": Limit("each takes up to 30 bytes of the router", 1, 1_000_000_000),
     "router.max_connection_age_s": _SECONDS,
     "router.client_backlog_bytes": Limit("one event takes up to 3 KiB", 4_096, 1 << 30),
-    "router.drain_s": Limit("0 = do not wait for running calls", 0, 86_400),
+    "router.drain_s": _DRAIN,
     "router.batch.max_file_bytes": Limit("a line needs a few hundred bytes", 4_096, 1 << 40),
     "router.batch.max_lines": _COUNT,
     "router.batch.max_files": _COUNT,
@@ -177,6 +178,7 @@ _LIMITS: Mapping[str, Limit] = {
     "kubernetes.both_min": _PODS,
     "kubernetes.both_max": _PODS,
     **{f"kubernetes.{pool}_cores": Limit("of one pod", 1, 1_024) for pool in ("prefill", "decode", "both")},
+    **{f"kubernetes.{pool}_drain_s": _DRAIN for pool in ("prefill", "decode", "both")},
     "kubernetes.pending_s": _SECONDS,
     "kubernetes.sick_s": _SECONDS,
     "kubernetes.slo_source": Limit("who owns SLO classes", choices=("live", "values")),

@@ -7,6 +7,7 @@ where this takes 0.1 s: measured on 2 cores.) Format: ggml/docs/gguf.md, version
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
@@ -43,6 +44,7 @@ class GGUFTensor:
 class GGUFHeader:
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GGUFTensor]
+    sha256: str  # of the header's bytes, in hex
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -123,14 +125,15 @@ def _parse(cursor: _Cursor) -> GGUFHeader:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment is {alignment}")
-    start = -(-cursor.at // alignment) * alignment
+    end = cursor.at
+    start = -(-end // alignment) * alignment
     tensors = {}
     for name, (shape, kind, offset) in infos.items():
         tensor = GGUFTensor(shape, kind, start + offset, _tensor_bytes(shape, kind))
         if tensor.offset + tensor.nbytes > len(cursor.data):
             raise ValueError(f"truncated: {name} ends at {tensor.offset + tensor.nbytes} of {len(cursor.data)} bytes")
         tensors[name] = tensor
-    return GGUFHeader(metadata, tensors)
+    return GGUFHeader(metadata, tensors, hashlib.sha256(cursor.data[:end]).hexdigest())
 
 
 def _unique(count: int, read: Callable[[], tuple[str, _T]]) -> dict[str, _T]:

@@ -55,38 +55,39 @@ def load_model_files(path_or_name: str) -> ModelFiles:
         return _load_hf(path)
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path, path.stem)
-    what = "is not a .gguf file" if path.is_file() else "does not exist"
-    raise _unusable(
-        f"model {path_or_name!r} {what}: give a Hugging Face directory, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
-    )
+    raise _no_model(path_or_name, path)
 
 
-def describe_model(path_or_name: str) -> ModelFiles | None:
-    """Like `load_model_files`, but without reading weights: for who gets them elsewhere. They need not be there.
+def describe_model(path_or_name: str) -> ModelFiles:
+    """Like `load_model_files`, but without reading weights: for who gets them elsewhere, or computes nothing.
 
-    None where the weights' hash is not known without them: it is, of a model that is known by name, and where a note of it lies
-    beside the files (weights_digest.py).
+    Weights of a Hugging Face directory need not be there. `weights_hash` is "" where it is not known without them: it is, of a
+    model that is known by name, and where a note of it lies beside the files (weights_digest.py).
 
     Raises: ConfigError naming the file and what to do.
     """
     path = Path(path_or_name).expanduser()
     if path_or_name in KNOWN_MODELS and not path.exists():
-        path, weights_hash = known_model_path(path_or_name), KNOWN_MODELS[path_or_name].sha256
-        return _describe_gguf(path, path_or_name, weights_hash) if path.is_file() else None
-    note = path / DIGEST_NOTE if path.is_dir() else _gguf_note(path)
-    digest = noted_digest(note)
-    if digest is None:
-        return None
-    return _describe_hf(path, digest) if path.is_dir() else _describe_gguf(path, path.stem, digest)
+        return _describe_gguf(_known_file(path_or_name), path_or_name, KNOWN_MODELS[path_or_name].sha256)
+    if path.is_dir():
+        return _describe_hf(path, noted_digest(path / DIGEST_NOTE))
+    if path.is_file() and path.suffix == ".gguf":
+        return _describe_gguf(path, path.stem, noted_digest(_gguf_note(path)))
+    raise _no_model(path_or_name, path)
 
 
 def _load_known(name: str) -> ModelFiles:
-    path = known_model_path(name)
-    if not path.is_file():
-        raise _unusable(f"model {name!r} is not here yet ({path}): run `baton model fetch {name}`")
+    path = _known_file(name)
     if file_sha256(path) != KNOWN_MODELS[name].sha256:
         raise _unusable(f"{path} is damaged (its sha256 is wrong): run `baton model fetch {name}` to replace it")
     return _load_gguf(path, name)
+
+
+def _known_file(name: str) -> Path:
+    path = known_model_path(name)
+    if not path.is_file():
+        raise _unusable(f"model {name!r} is not here yet ({path}): run `baton model fetch {name}`")
+    return path
 
 
 def _load_gguf(path: Path, name: str) -> ModelFiles:
@@ -104,7 +105,7 @@ def _gguf_note(path: Path) -> Path:
 def _describe_gguf(path: Path, name: str, weights_hash: str) -> ModelFiles:
     header = read_gguf_header(path)
     spec = spec_from_gguf(header, path, name)
-    tokenizer_json = _side_file(path, f".{weights_hash[:16]}.v{TOKENIZER_BUILD}.tokenizer.json")
+    tokenizer_json = _side_file(path, f".{header.sha256[:16]}.v{TOKENIZER_BUILD}.tokenizer.json")
     if not tokenizer_json.is_file():
         write_atomically(tokenizer_json, tokenizer_from_gguf(header.metadata, path).to_str())
     template = header.metadata.get("tokenizer.chat_template", "")
@@ -205,6 +206,13 @@ def _read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise _unusable(f"{path} is not a JSON object: fetch it again")
     return value
+
+
+def _no_model(path_or_name: str, path: Path) -> ConfigError:
+    what = "is not a .gguf file" if path.is_file() else "does not exist"
+    return _unusable(
+        f"model {path_or_name!r} {what}: give a Hugging Face directory, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
+    )
 
 
 def _unusable(message: str) -> ConfigError:

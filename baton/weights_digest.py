@@ -35,17 +35,17 @@ def note_digest(note: Path, weights_hash: str, before: Stamp) -> None:
             write_atomically(note, text)
 
 
-def noted_digest(note: Path) -> str | None:
-    """The hash, None where there is no note or it is of other files than those that lie there."""
+def noted_digest(note: Path) -> str:
+    """The hash, "" where there is no note or it is of other files than those that lie there."""
     try:
         if note.stat().st_size > _MAX_BYTES:
-            return None
+            return ""
         said = json.loads(note.read_text(encoding="utf-8"))
         digest, files = said["sha256"], said["files"]
         if not _HASH.fullmatch(digest) or not all(_agrees(note.parent, name, told) for name, told in files.items()):
-            return None
+            return ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # anybody may have written it
-        return None
+        return ""
     return str(digest)
 
 

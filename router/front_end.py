@@ -57,7 +57,7 @@ class FrontEnd:
         table = TokenTable.from_tokenizer_json(tokenizer_json, spec.vocab_size)
         self.tokenizer = Tokenizer(tokenizer_json, table, _template(files, table))
         liveness = Liveness(config.heartbeat_s, config.missed_heartbeats)
-        identity = SessionIdentity(router_id, epoch, trust)
+        identity = SessionIdentity(router_id, epoch, trust, spec.tokenizer_hash)
         self.fleet = Fleet(
             identity,
             liveness,

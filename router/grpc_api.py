@@ -11,7 +11,8 @@ router/bulk_session.py. Keepalive, message sizes and ages of connections, and wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import grpc
@@ -26,7 +27,7 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Internal, InvalidRequest, NotFound, Unauthenticated
 from baton.log import get_log
 from baton.model_spec import ModelSpec
-from baton.v1 import serving_pb2, serving_pb2_grpc
+from baton.v1 import serving_pb2, serving_pb2_grpc, worker_pb2
 from router.bulk_session import STALL_S, BulkSession
 from router.call import Call, Calls, ClientStuck
 from router.call_events import CallDone, ChoiceFinished, Pieces
@@ -164,11 +165,12 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
         self, request: serving_pb2.GetModelInfoRequest, context: Context
     ) -> serving_pb2.GetModelInfoResponse:
         await self._tenant(context)
-        limits = self._fleet.limits()
+        limits, served = self._fleet.limits(), _mostly_served(self._fleet.endpoints)
         return serving_pb2.GetModelInfoResponse(
             model=self._spec.name,
             architecture=self._spec.architecture,
-            fingerprint=self._spec.fingerprint,
+            fingerprint=served.fingerprint,
+            weights_hash=served.weights_hash,
             max_model_len=limits.max_model_len if limits else self._spec.max_model_len,
             max_prompt_tokens=limits.max_prompt_tokens if limits else 0,
             vocab_size=self._spec.vocab_size,
@@ -193,6 +195,15 @@ class ServingApi(serving_pb2_grpc.ServingServicer):
             return self._calls.tenant(_metadata(context))
         except Unauthenticated as error:
             await _abort(context, error)
+
+
+def _mostly_served(endpoints: Iterable[Endpoint]) -> worker_pb2.Opened:
+    """What one of the workers said that are most alike; an empty one where none has come yet."""
+    said = [endpoint.opened for endpoint in endpoints if endpoint.opened is not None]
+    if not said:
+        return worker_pb2.Opened()
+    fingerprint, _ = Counter(opened.fingerprint for opened in said).most_common(1)[0]
+    return next(opened for opened in said if opened.fingerprint == fingerprint)
 
 
 def _unreadable() -> InvalidRequest:

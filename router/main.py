@@ -26,7 +26,7 @@ from baton.config import RouterConfig
 from baton.config_load import from_json
 from baton.errors import BatonError
 from baton.log import configure
-from baton.model_files import load_model_files
+from baton.model_files import describe_model
 from router.front_end import FrontEnd
 
 
@@ -55,7 +55,7 @@ async def _serve(config: RouterConfig, workers: Sequence[str]) -> None:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, on_signal)
-    front_end = FrontEnd(config, load_model_files(config.model.path), workers)
+    front_end = FrontEnd(config, describe_model(config.model.path), workers)
     await front_end.start()
     _collect_rarely()
     ready = {"http_port": front_end.http_port, "grpc_port": front_end.grpc_port, "pid": os.getpid()}

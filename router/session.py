@@ -58,6 +58,7 @@ class SessionIdentity:
     router_id: str
     router_epoch: int
     trust: PeerTrust = PLAIN
+    tokenizer_hash: str = ""  # of who makes ids of text and text of ids; "" = it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +382,9 @@ class WorkerSession:
             raise SessionLost(f"it speaks protocol version {opened.protocol_version}, this router {PROTOCOL_VERSION}")
         if self.worker_id and opened.worker_id != self.worker_id:
             raise SessionLost(f"another worker, {opened.worker_id!r}, answers at {self.address}")
+        ours, theirs = self._identity.tokenizer_hash, opened.tokenizer_hash
+        if ours and theirs and ours != theirs:
+            raise SessionLost(f"its tokenizer is another one ({theirs[:16]}) than this router's ({ours[:16]})")
         self.worker_id = opened.worker_id
         root = PrefixRoot(opened.fingerprint, opened.kv_dtype, opened.block_size)
         _make_plain(opened.load)

@@ -318,6 +318,8 @@ class WorkerServer:
             kv_dtype=layout.dtype,
             kv_block_bytes=layout.block_bytes,
             fabric=config.fabric,
+            weights_hash=spec.weights_hash,
+            tokenizer_hash=spec.tokenizer_hash,
         )
 
     def _hello(self, spec: ModelSpec, address: bytes, layout: kv_pb2.KvLayout) -> kv_pb2.Hello:

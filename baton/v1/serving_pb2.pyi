@@ -953,13 +953,17 @@ class GetModelInfoResponse(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     fingerprint: _builtins.str
+    """of what most workers compute, as they say; "" = none has come yet"""
     max_model_len: _builtins.int
     max_prompt_tokens: _builtins.int
     """the smaller of what both pools can hold"""
     vocab_size: _builtins.int
+    weights_hash: _builtins.str
+    """sha256 of the same workers' weight files; "" = none has come yet"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -972,10 +976,11 @@ class GetModelInfoResponse(_message.Message):
         max_prompt_tokens: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weights_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -889,6 +889,8 @@ class Opened(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     FABRIC_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___Role.ValueType
@@ -905,6 +907,10 @@ class Opened(_message.Message):
     """of one block in all layers"""
     fabric: _builtins.str
     """of its network, as configured; workers of one fabric reach each other the fast way"""
+    weights_hash: _builtins.str
+    """sha256 of its model's weight files"""
+    tokenizer_hash: _builtins.str
+    """sha256 of its tokenizer.json; a router of another one would read and write another text"""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -932,10 +938,12 @@ class Opened(_message.Message):
         kv_block_bytes: _builtins.int = ...,
         fabric: _builtins.str = ...,
         most: Global___Tune | None = ...,
+        weights_hash: _builtins.str = ...,
+        tokenizer_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "most", b"most"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fabric", b"fabric", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "most", b"most", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "fabric", b"fabric", "fingerprint", b"fingerprint", "kv_block_bytes", b"kv_block_bytes", "kv_dtype", b"kv_dtype", "links", b"links", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "most", b"most", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "tokenizer_hash", b"tokenizer_hash", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

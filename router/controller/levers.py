@@ -18,8 +18,8 @@ resumes. An end that has begun is not taken back: machines that do not answer ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from baton import clock
 from baton.errors import InvalidRequest, Unavailable
@@ -40,6 +40,7 @@ class Waits:
     """How long is waited before a drained worker is ended, seconds."""
 
     drain_s: float = 600.0  # for what runs there; DESIGN section 5
+    drain_s_by_role: Mapping[Role, float] = field(default_factory=dict)  # of those that have their own
     resumed_s: float = (
         30.0  # once idle, for clients that resume a call which broke there; once away, for it to come back
     )
@@ -267,8 +268,9 @@ class Levers:
             return "its end had begun"
         if not member.epoch:
             return f"it was to leave, and never came up{': ' if member.reason else ''}{member.reason}"
-        if now_s - self._draining_since_s.setdefault(worker_id, now_s) > self._waits.drain_s:
-            return f"it was not idle after {self._waits.drain_s:g} s; its calls go on elsewhere"
+        drain_s = self._waits.drain_s_by_role.get(member.role, self._waits.drain_s)
+        if now_s - self._draining_since_s.setdefault(worker_id, now_s) > drain_s:
+            return f"it was not idle after {drain_s:g} s; its calls go on elsewhere"
         if member.state == FAILED:
             return f"it was to leave, and is away: {member.reason}" if self._is_gone(member) else ""
         if not self._is_idle(member):

@@ -13,7 +13,7 @@ from router.controller.autoscaler.scaler import Times
 from router.controller.controller import Controller
 from router.controller.lease import Leadership
 from router.controller.levers import Levers, Waits
-from router.controller.live_facts import LiveFacts, gpus_per_worker
+from router.controller.live_facts import LiveFacts, drains_of, gpus_per_worker
 from router.controller.live_times import LiveTimes
 from router.controller.memory import Memory, kind_of_workers
 from router.controller.planner import planner_of
@@ -38,7 +38,7 @@ class LiveControl:
         self.planner = planner_of(controller, cluster, self.facts.facts)
         sizes = Autoscaler(times, max_standbys=cluster.controller.standby)
         self.memory = Memory(memory_file, kind_of_workers(cluster), self.live_times, controller.measures, sizes)
-        levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s=cluster.router.drain_s))
+        levers = Levers(controller, machines, gpus_per_worker(cluster), Waits(drain_s_by_role=drains_of(cluster)))
         self.loop = AutoscaleLoop(
             controller,
             levers,

@@ -182,3 +182,8 @@ def _emulated_steps(cluster: ClusterConfig) -> Mapping[Role, Terms]:
 def _network_bytes_per_s(model: EmulatedModel) -> float:
     """Each GPU sends its own part of the KV on its own card."""
     return model.num_kv_shares * model.gpu.nic_bytes_per_s
+
+
+def drains_of(cluster: ClusterConfig) -> Mapping[Role, float]:
+    """What running calls get, by the role of the worker that is to leave, seconds."""
+    return {role: cluster.drain_s_of(role.name.lower()) for role in Role}

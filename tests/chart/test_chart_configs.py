@@ -48,7 +48,8 @@ def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Pat
         if file == "cluster.json":
             continue
         router = from_json(RouterConfig, text)
-        assert (router.model, router.tls_dir) == (loaded.model, loaded.router.tls_dir)
+        assert dataclasses.replace(router.model, path=loaded.model.path) == loaded.model
+        assert router.tls_dir == loaded.router.tls_dir
         assert router.batch.database == loaded.controller.database
         plain = {key: value for key, value in json.loads(text).items() if key not in NOT_BY_CHART}
         del plain["batch"]["database"]
@@ -75,6 +76,14 @@ def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
 def test_workers_compute_with_the_whole_cores_of_their_pods(cpu: object, cores: int) -> None:
     config = cluster_of(render(merged(LEAST, {"pools": {"decode": {"cpu": cpu}}})), "demo-baton").kubernetes
     assert (config.prefill_cores, config.decode_cores) == (8, cores)
+
+
+def test_each_role_is_drained_for_as_long_as_its_pool_says() -> None:
+    config = cluster_of(
+        render(merged(LEAST, {"pools": {"decode": {"drainSeconds": 900}}, "router": {"drainSeconds": 30}}))
+    )
+    assert [config.drain_s_of(role) for role in ("prefill", "decode", "both")] == [60, 900, 900]
+    assert config.router.drain_s == 30
 
 
 def test_a_pool_of_both_has_its_own_bounds_and_hardware() -> None:

@@ -93,12 +93,31 @@ def test_controllers_that_wait_are_ready_so_that_a_rollout_ends() -> None:
     assert release.get("PodDisruptionBudget", "demo-baton-controller")["spec"]["maxUnavailable"] == 1
 
 
-def test_a_router_has_time_to_hash_the_weights_of_a_large_model() -> None:
-    largest, disk = 140e9, 300e6  # bytes of 70B parameters in bfloat16; bytes a second of a network volume
-    spec = render(MATRIX["a claim with the model"]).get("Deployment", "demo-baton-router")["spec"]["template"]["spec"]
+ROUTERS_FETCH: dict[
+    str, tuple[list[str], str]
+] = {  # what a router's pod does first, and where its processes find the model
+    "least": (["fetch", "--small"], "/models/small/acme--tiny-main"),
+    "host path": (["fetch", "--small"], "/models/small/acme--tiny-main"),
+    "a url": (["fetch"], f"/models/acme--tiny-{'0' * 12}.gguf"),  # its sha256 is that of the whole file
+    "a claim that others fill": (["wait"], "/models/acme--tiny-main"),
+    "a claim with the model": ([], "/models/tiny.gguf"),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS_FETCH)
+def test_routers_fetch_no_weights_that_they_can_do_without_and_write_nothing(name: str) -> None:
+    verbs, path = ROUTERS_FETCH[name]
+    release = render(MATRIX[name])
+    spec = release.get("Deployment", "demo-baton-router")["spec"]["template"]["spec"]
+    fetches = [container["args"] for container in spec.get("initContainers", [])]
+    assert [[args[2], *("--small",) * ("--small" in args)] for args in fetches] == ([verbs] if verbs else [])
+    assert [args[3] for args in fetches] == ([path] if verbs else [])
+    assert json.loads(release.file("demo-baton-config", "router-0.json"))["model"]["path"] == path
     for container in spec["containers"]:
-        probe = container["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] > largest / disk
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "model")
+        assert mount["readOnly"]
+    for _, pod in release.workers():
+        assert all("--small" not in container["args"] for container in pod["spec"].get("initContainers", []))
 
 
 def test_no_selector_asks_for_the_live_role() -> None:

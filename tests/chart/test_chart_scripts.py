@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError
+from baton.model_files import describe_model, load_model_files
 from tests.chart.chart_rig import CHART, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST
+from tests.tiny_models import make_tiny_model
 
 FILES = CHART / "files"
 
@@ -36,6 +40,11 @@ class Scripts:
 
     def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
         self._patch, self._capture = patch, capture
+        # What reads a model stands aside: the script is what is tried here.
+        self.readers = {
+            "load_model_files": lambda path: print("read", path),
+            "describe_model": lambda path: print("described", path),
+        }
 
     def run(self, script: str, *args: str, key: str = "") -> Done:
         spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), FILES / script)
@@ -45,8 +54,8 @@ class Scripts:
         spec.loader.exec_module(module)
         self._patch.setattr(sys, "argv", [script, *args])
         self._patch.setenv("BATON_API_KEY", key)
-        # What reads a model stands aside: the script is what is tried here.
-        self._patch.setattr(module, "load_model_files", lambda path: print("read", path), raising=False)
+        for name, reader in self.readers.items():
+            self._patch.setattr(module, name, reader, raising=False)
         self._capture.readouterr()
         try:
             status = int(module.main())
@@ -134,20 +143,56 @@ def test_another_file_than_was_named_is_refused_and_leaves_nothing_that_counts(
     assert "look at the Job" in late.stderr
 
 
-def test_a_folder_of_the_hub_is_asked_for_without_pickles(
-    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def snapshot_download(repo: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
-        assert not any(pattern.endswith(("bin", "pt", "pth", "*")) for pattern in allow_patterns)
-        (local_dir / ".cache").mkdir(parents=True)
-        (local_dir / "config.json").write_text(f"{repo}@{revision}", encoding="utf-8")
+class Hub:
+    """Hands out a folder, by the patterns that it is asked for."""
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.asked: list[tuple[str, str]] = []
+        patch.setattr("huggingface_hub.snapshot_download", self._download)
+
+    def _download(self, repo: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        self.asked.append((repo, revision))
+        (local_dir / ".cache").mkdir(parents=True)
+        for file in self.folder.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy2(file, local_dir)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    folder = make_tiny_model(tmp_path / "hub")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    return Hub(folder, monkeypatch)
+
+
+FROM_HUB = ("--repo=acme/tiny", "--revision=v1")
+
+
+def test_a_folder_of_the_hub_is_asked_for_without_pickles_and_keeps_a_note_of_its_weights(
+    hub: Hub, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "acme--tiny-v1"
-    done = scripts.run("fetch_model.py", "fetch", str(target), "--repo=acme/tiny", "--revision=v1")
+    scripts.readers.clear()
+    done = scripts.run("fetch_model.py", "fetch", str(target), *FROM_HUB)
     assert done.returncode == 0, done.stderr
-    assert {file.name for file in target.iterdir()} == {"config.json"}
-    assert (target / "config.json").read_text(encoding="utf-8") == "acme/tiny@v1"
+    assert hub.asked == [("acme/tiny", "v1")]
+    assert (target / "model.safetensors").exists()
+    assert not [file for file in target.iterdir() if file.suffix == ".bin" or file.name == ".cache"]
+    weights_hash = describe_model(str(target)).spec.weights_hash
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("a worker reads them again to hash them"))
+    assert load_model_files(str(target)).spec.weights_hash == weights_hash != ""
+
+
+def test_a_router_is_content_with_the_small_files_of_a_folder(hub: Hub, scripts: Scripts, tmp_path: Path) -> None:
+    target = tmp_path / "small" / "acme--tiny-v1"
+    scripts.readers.clear()
+    done = scripts.run("fetch_model.py", "fetch", str(target), "--small", *FROM_HUB)
+    assert done.returncode == 0, done.stderr
+    assert not list(target.glob("*.safetensors*"))
+    ours, whole = describe_model(str(target)), describe_model(str(hub.folder))
+    assert ours.spec == replace(whole.spec, name=ours.spec.name)
+    assert ours.chat_template == whole.chat_template != ""
 
 
 def test_the_check_of_the_api_wants_tokens_and_takes_a_refusal_without_a_key(pages: Pages, scripts: Scripts) -> None:

@@ -135,9 +135,8 @@ def test_no_value_is_without_effect() -> None:
         elif value is not None:
             told[where(leaf.path)][leaf.path] = (number, value)
     dead = []
-    room = nested("router.drainSeconds", 86_400)  # above the pools'
     for start, values in told.items():
-        text = render(merged(room, WHERE[start], *(setting(path, value) for path, (_, value) in values.items()))).text
+        text = render(merged(WHERE[start], *(setting(path, value) for path, (_, value) in values.items()))).text
         numbers = set(re.findall(r"(?<!\d)2\d{3}(?!\d)", text))
         dead += [path for path, (number, _) in values.items() if str(number) not in numbers]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -177,11 +176,6 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
     "pools": [
         ("bounds", {"pools": {"decode": {"replicas": {"min": 9}}}}, "min = 9 is above pools.decode.replicas.max = 8"),
         ("a start out of bounds", {"pools": {"prefill": {"replicas": {"initial": 9}}}}, "initial = 9 is not between"),
-        (
-            "a drain that the controller would cut off",
-            {"router": {"drainSeconds": 60}},
-            "pools.decode.drainSeconds = 600 is above router.drainSeconds = 60",
-        ),
         ("a budget below the floor", {"scaler": {"gpuBudget": 1}}, "below the 19 GPUs of the smallest pools"),
         ("workers of two sizes", {"pools": {"decode": {"gpu": {"count": 2}}}}, "pools.decode.gpu.count = 2 differs"),
         ("two KV planes", {"pools": {"decode": {"rdma": {"addrType": "eth"}}}}, "all workers have one KV plane"),

@@ -286,6 +286,15 @@ async def test_a_second_drain_has_all_of_its_time(tmp_path: Path, machines: Mach
         await rig.until(lambda: rig.ids() == [])
 
 
+async def test_each_role_has_a_drain_of_its_own(tmp_path: Path, machines: Machines) -> None:
+    waits = Waits(drain_s=600.0, resumed_s=0.0, drain_s_by_role={Role.PREFILL: 0.0})
+    async with life(tmp_path, machines, Mode.FROZEN, waits=waits) as rig:
+        for role in ("decode", "prefill"):
+            await rig.worker(f"{role}-0", role, behaviour="working")
+            await rig.orders.carry_out(Drain(f"{role}-0"), ANN)
+        await rig.until(lambda: rig.ids() == ["decode-0"])
+
+
 async def test_configured_workers_that_are_not_up_yet_leave_first_when_a_pool_shrinks(rig: Rig) -> None:
     await rig.worker("decode-0")
     rig.controller.expect("decode-1", Role.DECODE, SHAPE)

@@ -116,18 +116,15 @@ class NodeController:
         self._verbs.delete(PODS, namespace, name)
 
     def _unready(self, pod: Json) -> None:
+        """Ready alone, and without a reason: MarkPodsNotReady of pkg/controller/util/node."""
         status = pod["status"]
-        if status.get("reason") == "NodeLost":
-            return
         conditions = [
             {**c, "status": "False", "lastTransitionTime": now()} if c["type"] == "Ready" else c
             for c in status.get("conditions", ())
         ]
-        lost = status | {
-            "conditions": conditions,
-            "reason": "NodeLost",
-            "message": "Node which was running the pod is unresponsive",
-        }
+        if all(c["status"] == "False" for c in status.get("conditions", ()) if c["type"] == "Ready"):
+            return
+        lost = status | {"conditions": conditions}
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         self._verbs.update(PODS, namespace, name, pod | {"status": lost}, "status", NODES_WRITE)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.config import ClusterConfig, ControllerConfig, ModelConfig, RouterConfig, WorkerConfig
+from baton.config import ClusterConfig, ControllerConfig, ModelConfig, WorkerConfig
 from baton.errors import BatonError, ConfigError
 from baton.v1 import control_pb2_grpc
 from router.controller.control_service import ControlService
@@ -242,8 +242,9 @@ async def release_of(
             prefill=prefill,
             decode=decode,
             controller=ControllerConfig(run_dir=str(folder), worker_num_cpus=1.0, heartbeat_s=0.2),
-            router=RouterConfig(drain_s=5.0),
-            kubernetes=config_of(fake, folder, control_address=f"127.0.0.1:{port}", **kubernetes),
+            kubernetes=config_of(
+                fake, folder, control_address=f"127.0.0.1:{port}", prefill_drain_s=5.0, decode_drain_s=5.0, **kubernetes
+            ),
         )
         rig = Release(fake, nodes, workers, cluster, folder)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(rig.controller), control)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from router.controller.kube.objects import pod_of
 from tests.kube import pod_process
 from tests.kube.conformance_clusters import until
 from tests.kube.fake_api import FakeApi
@@ -271,7 +272,7 @@ def test_of_a_lost_node_pods_stay_and_come_back_elsewhere_only_when_forced(api: 
 def lose_and_force(api: FakeApi, nodes: FakeKubelet) -> None:
     node, uid, process = pod(api)["spec"]["nodeName"], pod(api)["metadata"]["uid"], process_of(nodes)
     nodes.lose_node(node)
-    until(lambda: pod(api)["status"].get("reason") == "NodeLost" and not is_ready(pod(api)), PATIENCE_S)
+    until(lambda: pod_of(pod(api)).on_lost_node and not is_ready(pod(api)), PATIENCE_S)
     until(lambda: "deletionTimestamp" in pod(api)["metadata"], PATIENCE_S)  # after 300 s at this pace
     assert pod(api)["metadata"]["uid"] == uid
     assert process.poll() is None, "nobody can tell it"

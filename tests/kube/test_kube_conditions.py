@@ -58,6 +58,31 @@ def test_each_cause_has_its_name_its_words_and_its_remedy(kind: str) -> None:
     assert one.remedy
 
 
+def unready(containers: str, **ready: str) -> dict[str, Any]:
+    of_containers = {"type": "ContainersReady", "status": containers}
+    return {
+        "phase": "Running",
+        "podIP": "1",
+        "conditions": [{"type": "Ready", "status": "False", **ready}, of_containers],
+    }
+
+
+@pytest.mark.parametrize("status", [unready("True"), unready("False", reason="NodeNotReady")])
+def test_a_node_that_is_not_ready_is_named_at_once(status: dict[str, Any]) -> None:
+    [one] = told(pod(**status))
+    assert (one.kind, one.message) == (kinds.NODE_LOST, "node n1 does not answer")
+    assert "kubectl delete node n1" in one.remedy
+
+
+def test_a_pod_that_is_unready_by_itself_or_for_somebody_s_gate_says_nothing_of_its_node() -> None:
+    gated = {
+        "metadata": {"name": "a", "uid": "a"},
+        "spec": {"nodeName": "n1", "readinessGates": [{"conditionType": "acme/ready"}]},
+        "status": unready("True"),
+    }
+    assert not told(pod_of(gated), pod(**unready("False")))
+
+
 def test_a_pod_that_is_well_or_only_starts_is_no_condition() -> None:
     assert not told(pod(phase="Running", podIP="10.0.0.1"), pod("b", **waiting("ContainerCreating")))
 

@@ -20,13 +20,14 @@ from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_faults import Fault
 from tests.kube.fake_api_resources import PODS, STATEFUL_SETS
 from tests.kube.kube_fleet_rig import Rig, cluster_of, rig_of, until
-from tests.kube.kube_rig import NAMESPACE, release
+from tests.kube.kube_rig import NAMESPACE, kube_api, release
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kube_fleet, "LOOK_S", 0.02)
     monkeypatch.setattr(kube_fleet, "SIZES_S", 0.05)
+    monkeypatch.setattr(kube_fleet, "ANNOUNCE_S", 0.1)
     monkeypatch.setattr(kube_pods, "MIN_PAUSE_S", 0.02)
     monkeypatch.setattr(kube_pods, "MAX_PAUSE_S", 0.05)
 
@@ -428,6 +429,58 @@ async def test_a_dead_leader_s_successor_goes_on_where_it_stopped(fake: FakeApi,
         assert successor.ids() == rig.ids()
         assert successor.controller.fleet.get("demo-decode-1").role is Role.PREFILL
         assert successor.controller.fleet.get("demo-decode-0").after_drain is AfterDrain.END
+
+
+@asynccontextmanager
+async def after_a_lost_record(
+    fake: FakeApi, folder: Path, monkeypatch: pytest.MonkeyPatch, announce_s: float
+) -> AsyncIterator[Rig]:
+    """The next leader, in a new process, of pods that run while nobody remembers their workers."""
+    async with running(fake, folder) as rig:
+        await until(lambda: "fleet.json" in rig.config_map("fleet"))
+        await asyncio.to_thread(rig.platform.lease.give_back)
+    with kube_api(fake, folder) as api:
+        api.put_config_map("demo-fleet", api.config_map("demo-fleet"), {"fleet.json": ""})
+    monkeypatch.setattr(kube_fleet, "ANNOUNCE_S", announce_s)
+    async with rig_of(fake, folder, cluster_of(fake, folder, decode=2)) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: len(rig.ids()) == 3)
+        yield rig
+        looking.cancel()
+
+
+async def test_workers_that_no_record_knows_are_taken_over_once_they_announce_themselves(
+    fake: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with after_a_lost_record(fake, tmp_path, monkeypatch, announce_s=60.0) as rig:
+        await asyncio.sleep(0.2)  # more looks
+        for number, name in enumerate(["demo-prefill-0", "demo-decode-0", "demo-decode-1"]):
+            rig.announce(name, epoch=number + 1, ip=f"10.0.0.{number}")
+        await until(lambda: len(rig.fleet._started) == 3)
+        assert rig.ray.ended == []
+        rig.delete_pod("demo-decode-1")  # and is looked after from now on
+        rig.make_pod("demo-decode-1", ip="10.0.0.9", conditions=[])
+        await until(lambda: rig.ray.ended == ["demo-decode-1"])
+
+
+async def test_a_worker_that_no_record_knows_and_that_says_nothing_is_started_anew(
+    fake: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with after_a_lost_record(fake, tmp_path, monkeypatch, announce_s=0.3) as rig:
+        await until(lambda: len(rig.ray.names()) == 3)
+        assert sorted(rig.ray.ended) == sorted(rig.ray.names())
+
+
+async def test_where_nobody_listens_a_worker_is_started_at_once(
+    fake: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_fleet, "ANNOUNCE_S", 60.0)
+    fake.load(release(), NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path)) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        rig.make_pod("demo-decode-0", conditions=[{"type": "Ready", "status": "False"}])
+        await until(lambda: rig.ray.names() == ["demo-decode-0"])
+        looking.cancel()
 
 
 # -- other homes -----------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         num_blocks: int = 64,
         max_model_len: int = 2048,
         fingerprint: str = "f" * 32,
+        tokenizer_hash: str = "",
         fabric: str = "",
         port: int = 0,
         trust: PeerTrust = PLAIN,
@@ -89,6 +90,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
+        self._tokenizer_hash = tokenizer_hash
         self._port = port
         self._seen_prompts: set[tuple[int, ...]] = set()
         self._outboxes: dict[int, asyncio.Queue[worker_pb2.SessionEvent]] = {}
@@ -169,6 +171,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             role=self.role,
             model="tiny",
             fingerprint=self._fingerprint,
+            weights_hash=self._fingerprint.swapcase(),
+            tokenizer_hash=self._tokenizer_hash,
             fabric=self._fabric,
             max_model_len=self._max_model_len,
             num_blocks=self._num_blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,9 +34,13 @@ from tests.silent_control import SilentControl
 LISTING = "import json, sys; from router.main import main; main(); print(json.dumps(sorted(sys.modules)))"
 
 
-async def test_a_router_process_serves_and_has_loaded_neither_torch_nor_ray(model_dir: Path) -> None:
+async def test_a_router_process_serves_without_weights_and_has_loaded_neither_torch_nor_ray(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "tiny"
+    shutil.copytree(model_dir, small, ignore=shutil.ignore_patterns("*.safetensors*", "*.sha256.json", "*.digest.json"))
     worker = await StubWorker("b0").start()
-    command = [sys.executable, "-c", LISTING, "--model", str(model_dir), "--workers", worker.address]
+    command = [sys.executable, "-c", LISTING, "--model", str(small), "--workers", worker.address]
     process = await asyncio.create_subprocess_exec(
         *command, "--http-port", "0", "--grpc-port", "0", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

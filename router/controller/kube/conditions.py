@@ -119,7 +119,7 @@ def _all(now: Symptoms) -> Iterator[Condition]:
 
 def is_node_lost(pod: Pod) -> bool:
     """Its node does not answer: what it runs is not known, nor when it ends."""
-    return pod.reason in _NODE_LOST or pod.disrupted in _NODE_LOST or pod.phase == "Unknown"
+    return pod.on_lost_node or pod.reason in _NODE_LOST or pod.disrupted in _NODE_LOST or pod.phase == "Unknown"
 
 
 def _refused(short: Short) -> Iterator[Condition]:

@@ -55,6 +55,9 @@ log = get_log("controller.kube")
 
 LOOK_S = 1.0  # a control tick
 SIZES_S = 5.0  # whoever else scales is noticed within; one small read per set
+# A pod that is Ready has a worker that listens, and tells a new leader of itself once it is led there: the label within 2.5 s
+# (leader_label.py), a connection that hangs after 5 s, the next try after 0.5 s (worker/announcer.py); and as long again.
+ANNOUNCE_S = 16.0
 STALE_S = 60.0  # three resyncs: so old a table says nothing about what a machine may do now
 
 
@@ -90,6 +93,9 @@ class KubeFleet:
         self._started: dict[str, str] = {}  # worker -> uid of the pod that it was started on
         self._begun_s: dict[str, float] = {}  # when its start was last asked for
         self._waiting_since_s: dict[str, float] = {}  # workers whose pods do not run
+        self._unclaimed_since_s: dict[
+            str, float
+        ] = {}  # workers nothing is known of, while somebody listens on their pods
         self._sizes_s = float("-inf")
         self._num_growing = 0  # calls of scale_up that have not returned
         self._changed = asyncio.Event()
@@ -172,17 +178,19 @@ class KubeFleet:
             started=self._started,
             live_roles={name: Role(view.load.role) for name, view in views.items() if view.load.role},
             late=frozenset(n for n, s in self._waiting_since_s.items() if now_s - s > self._config.pending_s),
+            may_announce=frozenset(n for n, s in self._unclaimed_since_s.items() if now_s - s <= ANNOUNCE_S),
             llmd_labels=self._config.llmd_labels,
         )
 
     def _note_times(self) -> None:
         pods, now_s = self._pods.by_name(), self._now_s()
-        waiting = {m.worker_id for m in self._controller.fleet.members() if m.state == STARTING}
+        members = self._controller.fleet.members()
+        waiting = {m.worker_id for m in members if m.state == STARTING}
         waiting -= {name for name, pod in pods.items() if pod.runs or pod.is_preparing}
-        for name in self._waiting_since_s.keys() - waiting:
-            del self._waiting_since_s[name]
-        for name in waiting:
-            self._waiting_since_s.setdefault(name, now_s)
+        _keep_since(self._waiting_since_s, waiting, now_s)
+        unclaimed = {m.worker_id for m in members if not m.epoch} - self._started.keys()
+        unclaimed &= {name for name, pod in pods.items() if pod.is_ready}
+        _keep_since(self._unclaimed_since_s, unclaimed, now_s)
 
     async def _take(self, step: Step) -> None:
         match step:
@@ -330,6 +338,14 @@ class KubeFleet:
         age_s = max(self._pods.age_s, self._homes.age_s)
         if age_s > STALE_S:
             raise Unavailable("the API server has not said for long what there is", retry_after_s=SIZES_S)
+
+
+def _keep_since(since_s: dict[str, float], names: set[str], now_s: float) -> None:
+    """Let `since_s` hold these, each since it first was among them."""
+    for name in since_s.keys() - names:
+        del since_s[name]
+    for name in names:
+        since_s.setdefault(name, now_s)
 
 
 def shape_of(cluster: ClusterConfig, role: Role) -> str:

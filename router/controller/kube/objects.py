@@ -42,6 +42,7 @@ class Pod:
     ip: str = ""
     node: str = ""
     is_ready: bool = False
+    on_lost_node: bool = False  # unready only because nothing is heard of its node
     is_terminating: bool = False
     is_preparing: bool = False  # an init container runs, for the first time: it fetches a model, say
     reason: str = ""  # of the whole pod: Evicted, NodeLost
@@ -140,6 +141,7 @@ def pod_of(body: JsonObject) -> Pod:
         ip=status.get("podIP", ""),
         node=(body.get("spec") or {}).get("nodeName", ""),
         is_ready=_holds(conditions.get("Ready")),
+        on_lost_node=_on_lost_node(body, conditions),
         is_terminating=bool(meta.get("deletionTimestamp")),
         is_preparing=any(_runs_first(c) for c in inits),
         reason=status.get("reason", ""),
@@ -154,6 +156,20 @@ def pod_of(body: JsonObject) -> Pod:
 
 def _holds(condition: JsonObject | None) -> bool:
     return condition is not None and condition.get("status") == "True"
+
+
+def _on_lost_node(body: JsonObject, conditions: Mapping[str, JsonObject]) -> bool:
+    """Whether the node controller has made the pod unready, which is 300 s before it does anything else.
+
+    It turns Ready alone and gives no reason, while a kubelet writes Ready and ContainersReady together; but for readiness gates,
+    which others hold. Source: MarkPodsNotReady of Kubernetes' pkg/controller/util/node.
+    """
+    ready = conditions.get("Ready") or {}
+    if ready.get("status") != "False":
+        return False
+    has_gates = bool((body.get("spec") or {}).get("readinessGates"))
+    is_said = bool(ready.get("reason") == "NodeNotReady")
+    return is_said or (_holds(conditions.get("ContainersReady")) and not has_gates)
 
 
 def _runs_first(container: JsonObject) -> bool:

@@ -46,7 +46,7 @@ from router.controller.kube.stand_by import lead
 from router.controller.kube.status import Conditions, Status
 from router.controller.kube.upgrade import Upgrade
 from router.controller.kube.view import View
-from router.controller.live_facts import gpus_per_worker
+from router.controller.live_facts import drains_of, gpus_per_worker
 from router.controller.pool_orders import Order, PoolOrders
 from router.controller.ray_actors import Connect, RayActors, connect
 from router.controller.settings import Budget
@@ -108,7 +108,7 @@ class Platform:
         near = (controller, homes, self.pods, actors, self.api, self.calls)
         self._fleet = KubeFleet(cluster, *near, leads)
         self._care = Care(*near, told, leads, kubernetes.sick_s)
-        drain_s = cluster.router.drain_s
+        drain_s = drains_of(cluster)
         self._upgrade = Upgrade(
             controller, homes, self.pods, self.api, self.calls, lambda: goodput(controller), drain_s, kubernetes.scaler
         )

@@ -3,7 +3,7 @@
     Expect    a size has a place that the fleet does not know: somebody scaled, or the pod came under a name of its own
     Forget    no size has a place for it and its pod is gone: somebody scaled down, and did not ask us
     Vanish    its pod is gone, or another one (uid) by now, or has lost its address: nobody is behind the worker's address
-    Start     its pod runs, and no worker was started there
+    Start     its pod runs, and no worker was started there, or none says who it is
     Adopt     its pod runs a worker that an earlier controller started
     Leave     its pod is being taken down: it drains
     Late      its pod does not run, for too long
@@ -92,6 +92,7 @@ class Situation:
     started: Mapping[str, str]  # worker -> uid of the pod that it was started on, as far as this process knows
     live_roles: Mapping[str, Role]  # that workers themselves say
     late: frozenset[str]  # workers whose pods have not run for too long
+    may_announce: frozenset[str] = frozenset()  # workers of whom nothing is known, while somebody listens on their pods
     llmd_labels: bool = False
 
 
@@ -117,7 +118,7 @@ def _of_member(now: Situation, member: Member) -> Iterator[Step]:
     elif pod is not None and pod.runs and member.after_drain is not AfterDrain.END:
         if uid is None and member.epoch and member.address.rpartition(":")[0] == pod.ip:
             yield Adopt(worker_id, pod)
-        elif uid != pod.uid:
+        elif uid != pod.uid and worker_id not in now.may_announce:
             yield Start(worker_id, pod)
     if pod is not None and pod.is_terminating and member.epoch and not member.draining:
         yield Leave(worker_id, pod.disrupted or "its pod is being deleted")

@@ -12,12 +12,13 @@ with the fleet, before the surge is asked for. Event loop only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
 from baton import clock
 from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.log import get_log
+from baton.request import Role
 from router.controller.autoscaler.acts import Act, Create, Drain
 from router.controller.controller import Controller
 from router.controller.fleet_state import FAILED, READY, AfterDrain, Member
@@ -48,12 +49,12 @@ class Upgrade:
         api: KubeApi,
         calls: KubeCalls,
         goodput: Callable[[], float | None],
-        drain_s: float,
+        drain_s: Mapping[Role, float],
         scaler: str = "slo",
         now_s: Callable[[], float] = clock.now_s,
     ) -> None:
-        """`goodput`: the part of calls that met their targets of late. `drain_s`: of a worker that is replaced; then its calls go
-        on elsewhere. `scaler`: who decides on sizes; where it is not the controller, there are no surges."""
+        """`goodput`: the part of calls that met their targets of late. `drain_s`: of a worker that is replaced, by its role; then
+        its calls go on elsewhere. `scaler`: who decides on sizes; where it is not the controller, there are no surges."""
         self._controller = controller
         self._homes = homes
         self._pods = pods
@@ -238,7 +239,7 @@ class Upgrade:
         since_s = self._draining_since_s.setdefault(worker_id, self._now_s())
         view = self._controller.view(worker_id)
         is_idle = not member.epoch or (view is not None and view.load.draining and view.load.idle)
-        if is_idle or self._now_s() - since_s > self._drain_s:
+        if is_idle or self._now_s() - since_s > self._drain_s[member.role]:
             await self._evict(pod)
 
     async def _evict(self, pod: Pod) -> None:

@@ -1,10 +1,11 @@
 """Bring a model into the cache, or wait until another pod has.
 
-    fetch_model.py fetch|wait PATH --repo ID --revision NAME, or --url URL --sha256 HEX
+    fetch_model.py fetch|wait PATH [--small] --repo ID --revision NAME, or --url URL --sha256 HEX
 
     1 what is there already, whole, is left alone: PATH.fetched says so, written last
     2 one at a time: a lock beside PATH, so that pods of one node do not fetch into one folder together
     3 fetch beside PATH, rename, let Baton read it (headers, hashes, which it keeps for all starts), write PATH.fetched
+With --small the weights stay where they are: for routers, which only want to know what the model is.
 A fetch that breaks off is begun again by the kubelet, and goes on where the hub's client can. Only files that Baton reads are
 fetched: never pickles. HF_TOKEN is the hub client's own.
 """
@@ -21,8 +22,9 @@ import urllib.request
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.model_files import load_model_files
+from baton.model_files import describe_model, load_model_files
 
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 LOOK_S = 5.0  # of who waits; a fetch takes minutes
 CHUNK_BYTES = 8 << 20
@@ -38,7 +40,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             _fetch(options)
-            load_model_files(str(options.path))
+            (describe_model if options.small else load_model_files)(str(options.path))
             done.touch()
     print(f"{options.path} is there", flush=True)
     return 0
@@ -61,7 +63,8 @@ def _fetch(options: argparse.Namespace) -> None:
     else:
         from huggingface_hub import snapshot_download  # a second to import: not for who waits
 
-        snapshot_download(options.repo, revision=options.revision, local_dir=part, allow_patterns=list(WANTED))
+        wanted = list(SMALL if options.small else WANTED)
+        snapshot_download(options.repo, revision=options.revision, local_dir=part, allow_patterns=wanted)
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the client's own notes
     part.rename(options.path)
 
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Bring a model into the cache.")
     parser.add_argument("verb", choices=("fetch", "wait"))
     parser.add_argument("path", type=Path)
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--repo", default="")
     parser.add_argument("--revision", default="main")
     parser.add_argument("--url", default="")

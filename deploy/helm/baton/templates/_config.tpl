@@ -9,9 +9,14 @@
 
 {{- define "baton.config.model" -}}
 path: {{ include "baton.modelPath" . | quote }}
+{{- include "baton.config.modelSettings" . }}
+{{- end }}
+
+{{- define "baton.config.modelSettings" }}
 served_name: {{ default .Values.model.id .Values.model.servedName | quote }}
 dtype: {{ .Values.model.dtype }}
 max_model_len: {{ .Values.model.maxModelLen }}
+weights_from: {{ .Values.model.weightsFrom }}
 {{- end }}
 
 {{- define "baton.config.router" -}}
@@ -60,7 +65,8 @@ batch:
   database: {{ include "baton.databaseUrl" $root | quote }}
 tls_dir: {{ ternary "/etc/baton/tls/router" "" (eq (include "baton.internalTls" $root) "true") | quote }}
 model:
-  {{- include "baton.config.model" $root | nindent 2 }}
+  path: {{ include "baton.routerModelPath" $root | quote }}
+  {{- include "baton.config.modelSettings" $root | indent 2 }}
 {{- end }}
 
 {{- define "baton.config.cluster" -}}
@@ -118,6 +124,7 @@ kubernetes:
   {{- $kind := ternary $pool $pods $pool.enabled }}{{/* of whom plays a role that has no pool */}}
   {{ $name }}_shape: {{ include "baton.shape" $kind }}
   {{ $name }}_cores: {{ include "baton.cores" $kind.cpu }}
+  {{ $name }}_drain_s: {{ $kind.drainSeconds }}
   {{ $name }}_min: {{ ternary $pool.replicas.min 0 $pool.enabled }}
   {{ $name }}_max: {{ $pool.replicas.max }}
   {{- end }}

@@ -110,6 +110,21 @@ annotations:
 {{- end -}}
 {{- end }}
 
+{{/* Where a router finds the model. It reads no weights, so of a hub's model that no claim holds it fetches the small files alone,
+     beside the whole ones that workers of its node may have. */}}
+{{- define "baton.routerModelPath" -}}
+{{- $whole := include "baton.modelPath" . -}}
+{{- ternary (printf "%s/small/%s" .Values.modelCache.mountPath (base $whole)) $whole (eq (include "baton.routerFetch" .) "small") -}}
+{{- end }}
+
+{{/* What a router's pod does for its model: small | fetch | wait, or nothing. */}}
+{{- define "baton.routerFetch" -}}
+{{- if ne .Values.model.source "pvc" -}}
+{{- $verb := include "baton.fetchVerb" . -}}
+{{- ternary "small" $verb (and (eq $verb "fetch") (eq .Values.model.source "hf")) -}}
+{{- end -}}
+{{- end }}
+
 {{/* "true" where mTLS inside is on. */}}
 {{- define "baton.internalTls" -}}
 {{- if .Values.auth.internalTls.workerSecret -}}true{{- end -}}

@@ -105,9 +105,10 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* (list root verb) -> a container that brings the model into the cache, or waits until it is there. */}}
+{{/* (list root verb) -> a container that brings the model into the cache, small: without weights, or waits until it is there. */}}
 {{- define "baton.container.fetch" -}}
 {{- $root := index . 0 -}}
+{{- $isSmall := eq (index . 1) "small" -}}
 {{- with $root.Values.model -}}
 - name: model
   image: {{ include "baton.image" (list $root "control") }}
@@ -115,8 +116,11 @@ priorityClassName: {{ . }}
   args:
     - python
     - /etc/baton/fetch/fetch_model.py
-    - {{ index $ 1 }}
-    - {{ include "baton.modelPath" $root }}
+    - {{ ternary "fetch" (index $ 1) $isSmall }}
+    - {{ include (ternary "baton.routerModelPath" "baton.modelPath" $isSmall) $root }}
+    {{- if $isSmall }}
+    - --small
+    {{- end }}
     {{- if eq .source "url" }}
     - --url={{ .url }}
     - --sha256={{ .sha256 }}
