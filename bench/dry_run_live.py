@@ -6,6 +6,7 @@ One prefill and one decode worker of a 70B on two A100, whose steps are long eno
 Calls of several classes come at random. Each change gives every class other targets at random, so each class is a prediction: it
 is asked of the admin endpoint as `baton slo set --dry-run` does, then the change is made. What comes true is the share of calls
 that met the targets, by the router's own times, of those that arrived in the window after SETTLE_S; who is turned away missed.
+Where nothing is predicted of any class the refusals are noted, the change is not made, and other targets are drawn.
 
 How late emulated steps ended is told beside each change: a cluster that is late is another one than what was asked for. Rows are
 written as they come, so a run that is stopped leaves what it has.
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ MODEL = "smollm2"  # lends its tokenizer
 CLASSES = ("interactive", "gold", "silver", "bronze")
 RATE = 1.5  # calls a second of each class: 450 in a window, and prefill busy to 60 %
 PROMPT_TOKENS, OUTPUT_TOKENS = (100, 320), (20, 60)  # from, to; prompts take 50 to 150 ms of computing
-# Likewise, on the log scale: from a TTFT that few calls meet to one that nearly all do; a step takes 23 ms
-TTFT_MS, TPOT_MS = (120.0, 700.0), (23.5, 40.0)
+# Likewise, on the log scale: from a TTFT that few calls meet to one that nearly all do, from one step to three
+TTFT_MS, TPOT_MS = (120.0, 700.0), (23.5, 70.0)
 SETTLE_S = 20.0  # after a change, for calls that came before it to end
 PLANNER_S = 60.0  # for each prediction, at the lowest priority beside a busy cluster
 CALL_TIMEOUT_S = 60.0  # a call takes some 2 s
@@ -60,6 +61,7 @@ class Call:
     class_name: str
     ttft_ms: float = float("inf")  # until it is whole; so it stays where it was turned away
     tpot_ms: float = float("inf")
+    is_turned_away: bool = False
 
     def meets(self, slo: SLO) -> bool:
         return self.ttft_ms <= slo.ttft_ms and self.tpot_ms <= slo.tpot_ms
@@ -76,6 +78,15 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Realised:
+    """What calls of one class came to in a window."""
+
+    share: float  # that met the targets
+    num_calls: int
+    num_turned_away: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One class in one change."""
 
@@ -85,24 +96,29 @@ class Row:
     ttft_ms: float
     tpot_ms: float
     said: Said
-    realised: float
-    num_calls: int
-    late: float  # p99 of how late steps ended, as a share of a step: the median over the window, of the later worker
+    realised: Realised | None = None  # None: nothing was predicted of any class, and nothing changed
+    late: float = (
+        0.0  # p99 of how late steps ended, as a share of a step: the median over the window, of the later worker
+    )
 
     @property
     def is_inside(self) -> bool | None:
         """None: nothing was predicted."""
-        if self.said.low is None or self.said.high is None:
+        if self.said.low is None or self.said.high is None or self.realised is None:
             return None
-        return self.said.low <= self.realised <= self.said.high
+        return self.said.low <= self.realised.share <= self.said.high
 
     def __str__(self) -> str:
-        said, verdict = self.said, {True: "inside", False: "OUTSIDE", None: "refused"}[self.is_inside]
+        said, came = self.said, self.realised
+        verdict = {True: "inside ", False: "OUTSIDE", None: "refused"}[self.is_inside]
         told = said.why if said.low is None else f"{said.attainment:.1%} ({said.low:.1%} to {said.high:.1%})"
-        return (
-            f"{self.change:2} {self.class_name:12}{self.ttft_ms:6.0f} ms {self.tpot_ms:5.1f} ms  realised {self.realised:6.1%}"
-            f" of {self.num_calls:4}  late {self.late:4.0%}  {verdict:8}{told}"
+        what = (
+            "not made"
+            if came is None
+            else f"{came.share:6.1%} of {came.num_calls:4}, {came.num_turned_away:3} turned away"
         )
+        targets = f"{self.ttft_ms:6.0f} ms {self.tpot_ms:5.1f} ms"
+        return f"{self.change:2} {self.class_name:12}{targets}  {what:31}  late {self.late:3.0%}  {verdict}  {told}"
 
 
 def said_of(prediction: dict[str, Any], class_name: str) -> Said:
@@ -112,10 +128,11 @@ def said_of(prediction: dict[str, Any], class_name: str) -> Said:
     return Said(None, None, None, prediction.get("unknown", {}).get(class_name) or prediction.get("reason", ""))
 
 
-def attained(calls: Sequence[Call], slo: SLO, since_s: float, until_s: float) -> tuple[float, int]:
-    """The share of calls that met the targets, and how many came in that time."""
-    met = [call.meets(slo) for call in calls if call.class_name == slo.name and since_s <= call.at_s < until_s]
-    return sum(met) / max(1, len(met)), len(met)
+def attained(calls: Sequence[Call], slo: SLO, since_s: float, until_s: float) -> Realised:
+    """By the calls that came in that time."""
+    came = [call for call in calls if call.class_name == slo.name and since_s <= call.at_s < until_s]
+    met = sum(call.meets(slo) for call in came)
+    return Realised(met / max(1, len(came)), len(came), sum(call.is_turned_away for call in came))
 
 
 def drawn(rng: random.Random) -> list[SLO]:
@@ -188,7 +205,7 @@ class Traffic:
                 if event.WhichOneof("event") == "done":
                     call.ttft_ms, call.tpot_ms = event.done.timings.ttft_ms, event.done.timings.tpot_ms
         except grpc.aio.AioRpcError:
-            return  # turned away: it has missed
+            call.is_turned_away = True
 
 
 class Admin:
@@ -239,7 +256,10 @@ async def watched(admin: Admin, seconds: float) -> float:
 
 async def changed(number: int, seed: int, classes: Sequence[SLO], admin: Admin, traffic: Traffic) -> list[Row]:
     """One change of all classes: what is said of it, and a window later what came true."""
-    said = await admin.dry_run(classes)
+    prediction = await admin.dry_run(classes)
+    told = [Row(seed, number, slo.name, slo.ttft_ms, slo.tpot_ms, said_of(prediction, slo.name)) for slo in classes]
+    if all(row.said.low is None for row in told):
+        return told
     await admin.change(classes)
     since_s = time.monotonic() + SETTLE_S
     await asyncio.sleep(SETTLE_S)
@@ -247,17 +267,8 @@ async def changed(number: int, seed: int, classes: Sequence[SLO], admin: Admin, 
     until_s = time.monotonic()
     await traffic.settled()
     return [
-        Row(
-            seed,
-            number,
-            slo.name,
-            slo.ttft_ms,
-            slo.tpot_ms,
-            said_of(said, slo.name),
-            *attained(traffic.calls, slo, since_s, until_s),
-            late,
-        )
-        for slo in classes
+        replace(row, realised=attained(traffic.calls, slo, since_s, until_s), late=late)
+        for row, slo in zip(told, classes, strict=True)
     ]
 
 
@@ -269,8 +280,11 @@ async def play(num_changes: int, seed: int, settings: Path, tell: Callable[[Sequ
         await admin.change(drawn(rng))
         playing = asyncio.create_task(traffic.play())
         await asyncio.sleep(SETTLE_S + WINDOW_S)
-        for number in range(num_changes):
-            tell(await changed(number, seed, drawn(rng), admin, traffic))
+        number = 0
+        while number < num_changes:
+            rows = await changed(number, seed, drawn(rng), admin, traffic)
+            number += any(row.realised is not None for row in rows)
+            tell(rows)
         playing.cancel()
         await traffic.close()
         await admin.close()

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 from baton.slo import SLO
-from bench.dry_run_live import CLASSES, TPOT_MS, TTFT_MS, Call, Journal, Row, Said, attained, drawn, said_of, summary
+from bench.dry_run_live import (
+    CLASSES,
+    TPOT_MS,
+    TTFT_MS,
+    Call,
+    Journal,
+    Realised,
+    Row,
+    Said,
+    attained,
+    drawn,
+    said_of,
+    summary,
+)
 
 GOLD = SLO("gold", 300.0, 25.0)
 TOLD = {
@@ -20,7 +33,7 @@ TOLD = {
 
 
 def row(said: Said, realised: float, late: float = 0.02) -> Row:
-    return Row(0, 3, "gold", 300.0, 25.0, said, realised, 400, late)
+    return Row(0, 3, "gold", 300.0, 25.0, said, Realised(realised, 400, 7), late)
 
 
 def test_a_class_is_predicted_or_refused_with_its_own_reason_or_that_of_all() -> None:
@@ -37,12 +50,12 @@ def test_calls_of_the_class_that_came_in_the_window_count_and_who_was_turned_awa
         Call(10.0, "gold", 300.0, 25.0),
         Call(11.0, "gold", 300.1, 25.0),
         Call(12.0, "gold", 300.0, 25.1),
-        Call(13.0, "gold"),  # turned away
+        Call(13.0, "gold", is_turned_away=True),
         Call(14.0, "silver", 100.0, 24.0),
         Call(20.0, "gold", 100.0, 24.0),  # after it
     ]
-    assert attained(calls, GOLD, 10.0, 20.0) == (0.25, 4)
-    assert attained([], GOLD, 10.0, 20.0) == (0.0, 0)
+    assert attained(calls, GOLD, 10.0, 20.0) == Realised(0.25, 4, 1)
+    assert attained([], GOLD, 10.0, 20.0) == Realised(0.0, 0, 0)
 
 
 @pytest.mark.parametrize(("realised", "verdict"), [(0.86, True), (0.94, True), (0.8599, False), (0.9401, False)])
@@ -60,6 +73,8 @@ def test_what_was_refused_is_neither_inside_nor_outside_and_the_summary_says_whe
     assert summary([row(refused, 0.9)]) == "nothing was predicted of 1"
     assert "too few calls to be surer" in str(rows[2])
     assert "OUTSIDE" in str(rows[1])
+    not_made = Row(0, 3, "gold", 300.0, 25.0, refused)
+    assert (not_made.is_inside, "not made" in str(not_made)) == (None, True)
 
 
 def test_a_run_that_is_stopped_leaves_the_rows_of_every_change_that_was_over(tmp_path: Path) -> None:
