@@ -39,6 +39,9 @@ from router.controller.step_model import StepWork
 from router.controller.what_if import Answer, ClassRun, Scenario, Simulator, WorkerPool
 
 MAX_WIDTH = 0.10  # of an interval
+# Of an interval, on either side. Where nearly all calls meet their targets odds and chance leave next to nothing, but some
+# always wait for what no simulation has: a step that stalls, a core that is busy. measured: docs/slo.md
+_LEAST_HALF = 0.01
 _TOO_WIDE = 1.5  # times MAX_WIDTH: what is as uncertain as that is not squeezed into an interval
 _Z = 1.28  # standard deviations hold 80 % of what is normal
 # Of step times, that a model may be off by as a whole: its own error is of single steps, noise included, and much of that cancels
@@ -143,7 +146,7 @@ def prediction(answer: Answer, class_name: str, measured: Measured) -> Predictio
             else "too few calls to be surer"
         )
         raise Unknown(f"anything from {span}: {why}")
-    half = min(MAX_WIDTH / 2, half)
+    half = min(MAX_WIDTH / 2, max(_LEAST_HALF, half))
     return Prediction(center, max(0.0, center - half), min(1.0, center + half))
 
 

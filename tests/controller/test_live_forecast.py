@@ -173,3 +173,9 @@ async def test_a_tpot_target_at_which_routers_are_in_doubt_about_seats_makes_eve
     kept = (await asked(replace(CHAT, tpot_ms=step_ms / TPOT_SHARE), TIGHTER, odd)).classes["interactive"].attainment
     assert moved < 0.6
     assert kept == pytest.approx(0.90, abs=0.005), "what was measured under such a target is no measure"
+
+
+async def test_no_interval_is_narrower_than_a_point_on_either_side_but_at_the_ends_of_what_is_possible() -> None:
+    all_met = dict.fromkeys(STEADY, 1_000)
+    found = await predicted(all_met, window("interactive", 100.0, met=1.0))
+    assert (found.low, found.high) == (pytest.approx(found.attainment - 0.01), 1.0)
