@@ -22,7 +22,7 @@ from baton.request import Request, Role
 from baton.v1 import control_pb2, worker_pb2
 from router.explain import Explanation, Explanations, Rules, explain
 from router.flow_back import Plan, plan
-from router.forecast import Backlog, StepModel, backlog
+from router.forecast import Backlog, DecodeSteps, StepModel, backlog
 from router.health import PACE_WINDOW_S, Health, judge, judge_pace
 from router.holds import Hold, Ledger
 from router.placement import Choice, Demand, NoPlace, Outlook, choose, helps, local_limit, look
@@ -40,7 +40,6 @@ NO_HASHES: Hashes = {}
 INLINE_HASH_TOKENS = 4_096
 # Whose caches are followed: twice the largest fleet we measure; a popular block takes 528 bytes for it
 MAX_WORKERS = 2_048
-STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 MAX_SESSIONS = 65_536  # whose last decode worker is remembered, about 10 MB
 SETTLE_S = 0.02  # between two at least: each looks at every worker, and names all decode workers to all prefill workers
 # A heartbeat and its answer take 0.2 ms of a busy loop (measured with 1,000 Sessions): 250 workers, two a second, a tenth of it.
@@ -105,7 +104,7 @@ class Endpoint:
         self._judged: WorkerView | None = None  # the Session that `health` knows of
         self._left = False  # the fleet; the row is another worker's, or nobody's
         self._sampled = (0, 0)  # steps and prompt tokens of the worker's life at the last sample
-        self._num_steps_learned = 0  # of the step model
+        self._decode_steps = DecodeSteps()  # for the step model
         self._chunk_tokens = DEFAULT_CHUNK_TOKENS
 
     @property
@@ -176,7 +175,7 @@ class Endpoint:
         )
 
     def _follow(self, root: PrefixRoot, num_blocks: int) -> WorkerPrefixes:
-        self.rates, self._idle_step_s, self._num_steps_learned = Rates(), 0.0, 0
+        self.rates, self._idle_step_s, self._decode_steps = Rates(), 0.0, DecodeSteps()
         self._peers = self._fleet.peers_like(root.fingerprint, self.shape)
         self._fleet.expected.forget(self.row)
         return self._fleet.prefixes.follow(self.row, root, num_blocks)
@@ -191,9 +190,8 @@ class Endpoint:
             peers.speed.observe(self.rates.prefill_tokens_per_s)
         if load.num_running and load.step_ms and self.role is not Role.PREFILL:
             step_s = 1e-3 * load.step_ms
-            if load.num_steps >= self._num_steps_learned + STEPS_PER_SAMPLE:
-                self._num_steps_learned = load.num_steps
-                peers.steps.observe(load.num_running, used_tokens, step_s)
+            if decode_step_s := self._decode_steps.take(load):
+                peers.steps.observe(load.num_running, used_tokens, decode_step_s)
             self._idle_step_s = max(0.0, step_s - peers.steps.grow_s(load.num_running, used_tokens))
         self._chunk_tokens = load.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self.ledger.report(load.waiting_tokens, used_tokens, load.num_running)

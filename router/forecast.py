@@ -9,13 +9,16 @@ them from all steps of like workers. A pull may shorten ttft_s: router/flow_back
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.v1 import worker_pb2
 from router.worker_table import Floats, Mask, WorkerTable
 
+STEPS_PER_SAMPLE = 16  # of the step model: learning costs 20 us
 STEP_MEMORY = 1 - 1 / 256  # per sample: a pool of 8 workers, sampled each 16 steps, forgets within 512 steps of each
 MIN_STEP_SAMPLES = 32  # below it three parameters are fitted to noise
 RIDGE = 1e-3  # of the normalised normal equations: what the samples do not tell apart stays near 0
@@ -56,6 +59,26 @@ def backlog(workers: WorkerTable, rows: Mask) -> Backlog:
     if not len(queue_s):
         return Backlog(0, 0, 0.0, 0.0)
     return Backlog(len(queue_s), int(workers.waiting_tokens[rows].sum()), float(queue_s.min()), float(queue_s.mean()))
+
+
+@dataclass(slots=True)
+class DecodeSteps:
+    """How long the steps of one worker take that only decode. One that computes a prompt, too, says nothing of what one more
+    sequence adds: a model that learned from those would leave a decode worker that has helped with prompts one seat."""
+
+    _num_steps: int = 0  # by the last sample
+    _busy_s: float = 0.0
+
+    def take(self, load: worker_pb2.Load) -> float:
+        """The mean, seconds, since the last sample; 0 = too few steps since then, or nothing that a step can take."""
+        num_steps, busy_s = load.num_steps - load.num_prompt_steps, load.busy_s - load.prompt_steps_busy_s
+        num_new, spent_s = num_steps - self._num_steps, busy_s - self._busy_s
+        if num_new < STEPS_PER_SAMPLE or not math.isfinite(spent_s):
+            return 0.0
+        self._num_steps, self._busy_s = num_steps, busy_s
+        if not load.busy_s:  # an earlier release tells of no totals
+            return 1e-3 * load.step_ms
+        return max(0.0, spent_s / num_new)
 
 
 @dataclass(slots=True)

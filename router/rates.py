@@ -1,7 +1,8 @@
 """How fast one worker computes prompts, takes KV in and is granted room, learned from what it reports. Pure: instants never
 come in.
 
-Computing: prompt tokens by busy second, where busy seconds are steps times their mean length (Load). Moving: bytes of a pull
+Computing: prompt tokens by second of the steps that computed them (Load): a decode worker's other steps say nothing of how fast
+it would compute a prompt. Moving: bytes of a pull
 by the seconds in which they could move (SeqStats). A pull that was not made teaches nothing, so a rate that once was bad
 would stay so for ever: each pull forgone moves it a little towards the default, until one is tried again.
 """
@@ -61,16 +62,21 @@ class Rates:
     kv_bytes_per_s: float = DEFAULT_KV_BYTES_PER_S
     _num_tokens: int = 0  # computed by the time of the last sample
     _num_steps: int = 0
+    _busy_s: float = 0.0  # in steps that computed prompts
     has_computed: bool = False  # enough to tell its speed
     grants: GrantWait = field(default_factory=GrantWait)  # on the decode workers that it hands over to
 
     def observe_load(self, load: worker_pb2.Load) -> bool:
         """Take a worker's totals; those of its whole life are the first sample. Returns whether they told anything."""
         num_tokens = load.prompt_tokens_computed - self._num_tokens
-        busy_s = 1e-3 * load.step_ms * (load.num_steps - self._num_steps)
-        if num_tokens < MIN_TOKENS or busy_s <= 0:
+        if load.num_prompt_steps:
+            busy_s = load.prompt_steps_busy_s - self._busy_s
+        else:  # of an earlier release, which tells of all steps together
+            busy_s = 1e-3 * load.step_ms * (load.num_steps - self._num_steps)
+        if num_tokens < MIN_TOKENS or not 0 < busy_s < math.inf:
             return False
         self._num_tokens, self._num_steps = load.prompt_tokens_computed, load.num_steps
+        self._busy_s = load.prompt_steps_busy_s
         weight = WEIGHT if self.has_computed else 1.0
         self.has_computed = True
         self.prefill_tokens_per_s += weight * (num_tokens / busy_s - self.prefill_tokens_per_s)

@@ -6,18 +6,23 @@
     interval: 3, chance in the simulation and chance in what will be counted over one window, together; at most MAX_WIDTH wide,
     and where it would be much wider nothing is promised
 
+Nor is it where a TPOT target is so near to a step that routers, which see steps wander, keep seats for calls at one moment and
+none at the next (`undecided`): everybody waits for that, of whatever class. What was measured under such a target moves nothing.
+
 Runs on the event loop; the simulator is a process of its own (planner_process.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from statistics import stdev
 
 from baton.errors import BatonError
+from baton.request import Role
 from baton.slo import SLO
+from router.capacity import TPOT_SHARE
 from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.measured_fleet import (
     MIN_CALLS,
@@ -30,9 +35,13 @@ from router.controller.measured_fleet import (
     question,
     slower,
 )
-from router.controller.what_if import Answer, ClassRun, Scenario, Simulator
+from router.controller.step_model import StepWork
+from router.controller.what_if import Answer, ClassRun, Scenario, Simulator, WorkerPool
 
 MAX_WIDTH = 0.10  # of an interval
+# Of an interval, on either side. Where nearly all calls meet their targets odds and chance leave next to nothing, but some
+# always wait for what no simulation has: a step that stalls, a core that is busy. measured: docs/slo.md
+_LEAST_HALF = 0.01
 _TOO_WIDE = 1.5  # times MAX_WIDTH: what is as uncertain as that is not squeezed into an interval
 _Z = 1.28  # standard deviations hold 80 % of what is normal
 # Of step times, that a model may be off by as a whole: its own error is of single steps, noise included, and much of that cancels
@@ -42,6 +51,7 @@ _NOW, _AFTER, _SLOWER, _QUICKER = "now", "after", "slower", "quicker"
 # Log-odds, standard deviations: how far simulations are off where nothing was measured, and still are where it was, since
 # other targets are missed by other calls. measured: docs/slo.md
 _OFF, _STAYS_OFF = 0.5, 0.2
+_WANDERS = 0.06  # what a router takes a step for, from one moment to the next. measured: docs/slo.md
 _CLUMPED = 1.5  # times the spread that independent calls would have: they wait in the same queues
 ASSUMPTIONS = (
     f"traffic, layout and tuning stay as they were over the last {WINDOW_S:g} s; arrivals are Poisson",
@@ -63,6 +73,11 @@ class LiveForecast:
         try:
             measured = self._measured()
             loaded = {load.class_name for load in loads(measured.windows)}
+            of = pools(measured.facts)
+            if (slo := undecided(after, loaded, of)) is not None:
+                raise Unknown(_doubt(slo))
+            if undecided(before, loaded, of) is not None:
+                measured = replace(measured, is_settled=False)
             asked = question(measured.facts, measured.windows, _scenarios(measured, before, after), self._budget_s)
             answer = await self._simulator.ask(asked)
         except (Unknown, BatonError) as error:
@@ -79,6 +94,24 @@ class LiveForecast:
             except Unknown as error:
                 unknown[slo.name] = str(error)
         return Outlook(found, unknown, ASSUMPTIONS)
+
+
+def undecided(classes: Sequence[SLO], loaded: Collection[str], of: Sequence[WorkerPool]) -> SLO | None:
+    """A class with traffic under whose TPOT target it is not sure whether a router takes one more sequence, or waits: what it
+    allows a step is what a step takes, as far as it wanders. Above that there are seats; below it nobody is waited for."""
+    alone_s = [pool.steps.step_s(StepWork(1.0)) for pool in of if pool.role is not Role.PREFILL]
+    for slo in classes:
+        limit_s = TPOT_SHARE * slo.tpot_ms / 1e3
+        if slo.name in loaded and any(abs(limit_s - step_s) <= _WANDERS * step_s for step_s in alone_s):
+            return slo
+    return None
+
+
+def _doubt(slo: SLO) -> str:
+    return (
+        f"{slo.name}: of its TPOT target of {slo.tpot_ms:g} ms a step may take {TPOT_SHARE * slo.tpot_ms:.3g} ms, about what"
+        " steps take; routers will let calls of any class in at one moment and none at the next"
+    )
 
 
 def _scenarios(measured: Measured, before: Sequence[SLO], after: Sequence[SLO]) -> list[Scenario]:
@@ -113,7 +146,7 @@ def prediction(answer: Answer, class_name: str, measured: Measured) -> Predictio
             else "too few calls to be surer"
         )
         raise Unknown(f"anything from {span}: {why}")
-    half = min(MAX_WIDTH / 2, half)
+    half = min(MAX_WIDTH / 2, max(_LEAST_HALF, half))
     return Prediction(center, max(0.0, center - half), min(1.0, center + half))
 
 

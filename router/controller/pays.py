@@ -218,15 +218,20 @@ class Pays:
 
     def fresh(self) -> tuple[Verdict, float] | None:
         """The newest and its age; None: it is too old to say anything, or there is none."""
-        if self.verdict is None or (age_s := self._now_s() - self.verdict.at_s) > FRESH_PERIODS * self.period_s:
+        now_s = self._now_s()
+        if self.verdict is None or not self.verdict.is_fresh(now_s):
             return None
-        return self.verdict, age_s
+        return self.verdict, now_s - self.verdict.at_s
 
     async def look(self) -> None:
+        at_s = self._now_s()
         try:
             asked = asked_of(self._measured(), self._apart_tokens, self._budget_s)
             answer = await self._simulator.ask(asked.question)
-            self.verdict, self.reason = verdict_of(answer, asked, self._now_s()), ""
-            log.info("disaggregation", pays=self.verdict.pays, said=sentence(self.verdict))
+            verdict = verdict_of(answer, asked, at_s)
+            # The next one takes as long, and has to find this one still counted
+            lasts_s = FRESH_PERIODS * (self.period_s + self._now_s() - at_s)
+            self.verdict, self.reason = replace(verdict, lasts_s=lasts_s), ""
+            log.info("disaggregation", pays=verdict.pays, said=sentence(verdict))
         except (Unknown, BatonError) as error:
             self.reason = str(error)

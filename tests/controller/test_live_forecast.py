@@ -9,13 +9,16 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.request import Role
+from baton.slo import SLO
+from router.capacity import TPOT_SHARE
 from router.controller.autoscaler.facts import State
 from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.live_forecast import MAX_WIDTH, LiveForecast
 from router.controller.measured_fleet import MIN_CALLS, Measured
+from router.controller.step_model import StepWork
 from router.controller.what_if import QUESTION, Answer, Question
 from router.windows import ClassWindow
-from tests.controller.live_rig import BULK, CHAT, ScriptedSimulator, by_scenario, fleet, measured, window, worker
+from tests.controller.live_rig import BULK, CHAT, TERMS, ScriptedSimulator, by_scenario, fleet, measured, window, worker
 
 TIGHTER = replace(CHAT, ttft_ms=250.0)
 STEADY = {"now": 950, "after": 900, "slower": 890, "quicker": 910}
@@ -146,3 +149,34 @@ async def test_where_nothing_comes_or_the_planner_left_a_scenario_out_there_is_n
         forecast = LiveForecast(simulator, lambda windows=windows: measured(fleet(), windows), 5.0)  # type: ignore[misc]
         with pytest.raises(NoForecast, match=words):
             await forecast.predict((CHAT,), (TIGHTER,))
+
+
+async def test_a_tpot_target_at_which_routers_are_in_doubt_about_seats_makes_every_class_unpredictable() -> None:
+    step_ms = 1e3 * TERMS.step_s(StepWork(1.0))
+    seen = (window("interactive", 10.0), window("batch", 2.0))
+
+    async def asked(before: SLO, after: SLO, *windows: ClassWindow) -> Outlook:
+        fleet_now = measured(fleet(classes=(before, BULK)), *windows)
+        forecast = LiveForecast(ScriptedSimulator(by_scenario(STEADY)), lambda: fleet_now, 5.0)
+        return await forecast.predict((before, BULK), (after, BULK))
+
+    for share in (0.96, 1.0, 1.04):
+        at_the_edge = replace(CHAT, tpot_ms=share * step_ms / TPOT_SHARE)
+        with pytest.raises(NoForecast, match=r"interactive: of its TPOT target of .* calls of any class"):
+            await asked(CHAT, at_the_edge, *seen)
+        assert "batch" in (await asked(CHAT, at_the_edge, seen[1])).classes, "nobody calls for it"
+    for share in (0.9, 1.1):
+        assert "interactive" in (await asked(CHAT, replace(CHAT, tpot_ms=share * step_ms / TPOT_SHARE), *seen)).classes
+
+    odd = window("interactive", 10.0, met=0.5)
+    moved = (await asked(CHAT, TIGHTER, odd)).classes["interactive"].attainment
+    kept = (await asked(replace(CHAT, tpot_ms=step_ms / TPOT_SHARE), TIGHTER, odd)).classes["interactive"].attainment
+    assert moved < 0.6
+    assert kept == pytest.approx(0.90, abs=0.005), "what was measured under such a target is no measure"
+
+
+async def test_no_interval_is_narrower_than_a_point_on_either_side_but_at_the_ends_of_what_is_possible() -> None:
+    all_met = dict.fromkeys(STEADY, 1_000)
+    found = await predicted(all_met, window("interactive", 100.0, met=1.0))
+    assert found.low == pytest.approx(found.attainment - 0.01)
+    assert found.high == 1.0

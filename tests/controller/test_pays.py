@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from baton.request import Role
-from router.controller.autoscaler.disaggregation import WHOLE_PROMPTS, Verdict
+from router.controller.autoscaler.disaggregation import WHOLE_PROMPTS, Disaggregation, Verdict
 from router.controller.autoscaler.facts import FleetFacts
 from router.controller.measured_fleet import Unknown
 from router.controller.pays import APART, COLOCATED, LOCAL, Pays, asked_of, sentence
-from router.controller.what_if import Scenario
+from router.controller.what_if import Answer, Question, Scenario
 from tests.controller.live_rig import BULK, CHAT, TERMS, TUNING, ScriptedSimulator, by_scenario, fleet, measured, window
 
 SEEN = window("interactive", 10.0)
@@ -135,3 +135,29 @@ async def test_neither_calls_that_stopped_coming_nor_runs_without_calls_divide_b
 async def test_only_classes_in_force_are_compared() -> None:
     asked = asked_of(measured(fleet(classes=(CHAT, BULK)), SEEN, window("batch", 1.0), window("gone", 9.0)), 0, 5.0)
     assert [slo.name for slo in asked.question.scenarios[0].classes] == ["interactive", "batch"]
+
+
+async def test_a_verdict_that_took_long_counts_until_the_one_after_the_next_can_be_there() -> None:
+    now_s, took_s, period_s = 0.0, 200.0, 60.0
+
+    class SlowSimulator(ScriptedSimulator):
+        async def ask(self, question: Question) -> Answer:
+            nonlocal now_s
+            now_s += took_s
+            return await super().ask(question)
+
+    simulator = SlowSimulator(by_scenario({APART: 900, LOCAL: 950, COLOCATED: 850}))
+    pays = Pays(simulator, lambda: measured(fleet(), SEEN), 0, 5.0, lambda: now_s, period_s)
+    policy = Disaggregation(lambda: pays.verdict, 0, period_s)
+    await pays.look()
+    assert pays.verdict is not None
+    assert pays.verdict.at_s == 0.0, "it is of the traffic that was measured then"
+    for _ in range(round(period_s + took_s)):
+        now_s += 1.0
+        assert policy.look(replace(fleet(), now_s=now_s)) == (), "one verdict is not enough"
+    now_s -= took_s
+    await pays.look()
+    assert policy.look(replace(fleet(), now_s=now_s)), "two verdicts in a row"
+    assert pays.fresh() is not None
+    now_s += 3 * (period_s + took_s)
+    assert pays.fresh() is None

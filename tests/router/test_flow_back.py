@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,21 @@ def test_the_first_report_of_a_worker_tells_its_speed_and_later_ones_move_it() -
     for n in range(1, 60):
         rates.observe_load(load(10_000 + 1_000 * n, 100 + 10 * n, 25.0))
     assert rates.prefill_tokens_per_s == pytest.approx(4_000, rel=0.05)
+
+
+def test_a_decode_worker_is_as_fast_at_prompts_as_its_steps_with_prompts_were_however_long_it_only_decoded() -> None:
+    rates = Rates()
+    told = load(600, 4_000, 23.0)
+    told.num_prompt_steps, told.prompt_steps_busy_s = 2, 0.3
+    assert rates.observe_load(told)
+    assert rates.prefill_tokens_per_s == pytest.approx(2_000)
+    for n in range(1, 60):
+        told = load(600 + 1_000 * n, 4_000 + 100 * n, 23.0)
+        told.num_prompt_steps, told.prompt_steps_busy_s = 2 + 4 * n, 0.3 + 0.25 * n
+        rates.observe_load(told)
+    assert rates.prefill_tokens_per_s == pytest.approx(4_000, rel=0.05)
+    told.prompt_tokens_computed, told.prompt_steps_busy_s = 10**6, math.nan
+    assert not rates.observe_load(told)
 
 
 def pulled(nbytes: int, moving_s: float) -> worker_pb2.SeqStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from baton.hashing import block_hashes, root_hash
 from baton.request import Role
-from router.forecast import MIN_STEP_SAMPLES, StepModel, backlog
+from baton.v1 import worker_pb2
+from router.forecast import MIN_STEP_SAMPLES, STEPS_PER_SAMPLE, DecodeSteps, StepModel, backlog
 from router.holds import Ledger
 from router.placement import AUTO_LOCAL_TOKENS, DEFAULT_TPOT_S, Choice, Demand, NoPlace, helps, look, place
 from router.prefix_index import ExpectedPrefixes, PrefixIndex, PrefixRoot
@@ -293,6 +295,25 @@ def test_a_hold_that_was_released_counts_no_more_whatever_is_said_of_it() -> Non
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_compute_prompts_teach_nothing_of_what_one_more_sequence_adds() -> None:
+    steps, load = DecodeSteps(), worker_pb2.Load(num_steps=1_000, busy_s=22.0, step_ms=22.0)
+    assert steps.take(load) == pytest.approx(0.022)
+    load.num_steps += 20
+    load.num_prompt_steps, load.prompt_steps_busy_s = 20, 5.0
+    load.busy_s += 5.0
+    load.step_ms = 250.0
+    assert steps.take(load) == 0.0, "not one of them only decoded"
+    load.num_steps += STEPS_PER_SAMPLE
+    load.busy_s += 0.023 * STEPS_PER_SAMPLE
+    assert steps.take(load) == pytest.approx(0.023)
+    busy_s, load.num_steps, load.busy_s = load.busy_s, load.num_steps + STEPS_PER_SAMPLE, math.nan
+    assert steps.take(load) == 0.0, "no number"
+    load.busy_s = busy_s + 0.024 * STEPS_PER_SAMPLE
+    assert steps.take(load) == pytest.approx(0.024)
+    old = worker_pb2.Load(num_steps=STEPS_PER_SAMPLE, step_ms=30.0)
+    assert DecodeSteps().take(old) == pytest.approx(0.030), "an earlier release tells of no kinds"
 
 
 def test_the_step_model_learns_what_sequences_and_their_kv_add_to_a_step() -> None:

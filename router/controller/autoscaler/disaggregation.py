@@ -26,7 +26,9 @@ CONFIRMATIONS = (
 # Between two verdicts. They look at a window of 300 s, so at this pace none overlaps the one before; controller.pd_period_s
 PERIOD_S = 300.0
 DWELL_PERIODS = 2.0  # one verdict is wholly of what was changed
-FRESH_PERIODS = 3.0  # for which a verdict counts where no newer one can be made
+FRESH_PERIODS = (
+    3.0  # for which a verdict counts where no newer one can be made; a period is as long as one really takes
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class LayoutGoodput:
 class Verdict:
     """Whether prefill and decode apart pay on the traffic of late."""
 
-    at_s: float  # of the caller's clock
+    at_s: float  # of the caller's clock: when the traffic was measured
     present: str  # the layout that is in force
     layouts: Mapping[str, LayoutGoodput]  # apart, local, colocated: what could be compared
     local: Difference | None  # local less apart
@@ -71,6 +73,10 @@ class Verdict:
     num_calls: int  # simulated, of each layout
     assumptions: tuple[str, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)  # layouts that were not compared, and why
+    lasts_s: float = FRESH_PERIODS * PERIOD_S  # afterwards it says nothing
+
+    def is_fresh(self, now_s: float) -> bool:
+        return 0 <= now_s - self.at_s <= self.lasts_s
 
     @property
     def pays(self) -> bool | None:
@@ -89,7 +95,7 @@ class Disaggregation:
         `apart`."""
         self._verdict = verdict
         self._apart_tokens = apart_tokens
-        self._dwell_s, self._fresh_s = DWELL_PERIODS * period_s, FRESH_PERIODS * period_s
+        self._dwell_s = DWELL_PERIODS * period_s
         self._seen_s = float("-inf")  # the last verdict that counted
         self._wish: int | None = None
         self._num_wishes = 0
@@ -102,7 +108,7 @@ class Disaggregation:
             self._changed_s = facts.now_s
         self._limit = facts.local_prefill_tokens
         verdict = self._verdict()
-        if verdict is None or verdict.local is None or not 0 <= facts.now_s - verdict.at_s <= self._fresh_s:
+        if verdict is None or verdict.local is None or not verdict.is_fresh(facts.now_s):
             self._wish, self._num_wishes = None, 0
             return ()
         if verdict.at_s != self._seen_s:
