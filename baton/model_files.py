@@ -110,7 +110,8 @@ def _describe_gguf(path: Path, name: str, weights_hash: str) -> ModelFiles:
         write_atomically(tokenizer_json, tokenizer_from_gguf(header.metadata, path).to_str())
     template = header.metadata.get("tokenizer.chat_template", "")
     return ModelFiles(
-        spec=replace(spec, weights_hash=weights_hash, tokenizer_hash=file_sha256(tokenizer_json)),
+        # Of what it is made of: the text of tokenizer.json is another with each version of the library that writes it
+        spec=replace(spec, weights_hash=weights_hash, tokenizer_hash=header.sha256),
         weights=(path,),
         tokenizer_json=tokenizer_json,
         chat_template=template if isinstance(template, str) else "",

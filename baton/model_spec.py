@@ -32,7 +32,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     quantization: str = "none"  # of the stored weights, e.g. "Q4_1"; arithmetic is in the compute dtype
     weights_hash: str = ""  # sha256 of the weight files
-    tokenizer_hash: str = ""  # sha256 of tokenizer.json
+    tokenizer_hash: str = ""  # sha256 of tokenizer.json, or of the head of a GGUF file
     numerics: str = ""  # of a deterministic worker: a digest of what it computes; "" = numbers vary with the batch
 
     @property

@@ -45,6 +45,7 @@ RATE = 1.5  # calls a second of each class: 450 in a window, and prefill busy to
 PROMPT_TOKENS, OUTPUT_TOKENS = (100, 320), (20, 60)  # from, to; prompts take 50 to 150 ms of computing
 # Likewise, on the log scale: from a TTFT that few calls meet to one that nearly all do, from one step to three
 TTFT_MS, TPOT_MS = (120.0, 700.0), (23.5, 70.0)
+MOST_DRAWS = 5  # for each change that is made: those that nothing is promised of are drawn again
 SETTLE_S = 20.0  # after a change, for calls that came before it to end
 PLANNER_S = 60.0  # for each prediction, at the lowest priority beside a busy cluster
 CALL_TIMEOUT_S = 60.0  # a call takes some 2 s
@@ -281,7 +282,11 @@ async def play(num_changes: int, seed: int, settings: Path, tell: Callable[[Sequ
         playing = asyncio.create_task(traffic.play())
         await asyncio.sleep(SETTLE_S + WINDOW_S)
         number = 0
-        while number < num_changes:
+        for _ in range(MOST_DRAWS * num_changes):
+            if number == num_changes:
+                break
+            if playing.done():
+                playing.result()  # raises what ended it
             rows = await changed(number, seed, drawn(rng), admin, traffic)
             number += any(row.realised is not None for row in rows)
             tell(rows)

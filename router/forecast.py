@@ -66,14 +66,20 @@ class DecodeSteps:
     """How long the steps of one worker take that only decode. One that computes a prompt, too, says nothing of what one more
     sequence adds: a model that learned from those would leave a decode worker that has helped with prompts one seat."""
 
-    _num_steps: int = 0  # by the last sample
+    _num_steps: int | None = (
+        None  # by the last sample; None: there was none, and what was before it is of other batches
+    )
     _busy_s: float = 0.0
 
     def take(self, load: worker_pb2.Load) -> float:
         """The mean, seconds, since the last sample; 0 = too few steps since then, or nothing that a step can take."""
         num_steps, busy_s = load.num_steps - load.num_prompt_steps, load.busy_s - load.prompt_steps_busy_s
+        if not math.isfinite(busy_s):
+            return 0.0
+        if self._num_steps is None:
+            self._num_steps, self._busy_s = num_steps, busy_s
         num_new, spent_s = num_steps - self._num_steps, busy_s - self._busy_s
-        if num_new < STEPS_PER_SAMPLE or not math.isfinite(spent_s):
+        if num_new < STEPS_PER_SAMPLE:
             return 0.0
         self._num_steps, self._busy_s = num_steps, busy_s
         if not load.busy_s:  # an earlier release tells of no totals

@@ -203,7 +203,8 @@ def _mostly_served(endpoints: Iterable[Endpoint]) -> worker_pb2.Opened:
     if not said:
         return worker_pb2.Opened()
     fingerprint, _ = Counter(opened.fingerprint for opened in said).most_common(1)[0]
-    return next(opened for opened in said if opened.fingerprint == fingerprint)
+    alike = [opened for opened in said if opened.fingerprint == fingerprint]
+    return next((opened for opened in alike if opened.weights_hash), alike[0])  # an earlier release does not say it
 
 
 def _unreadable() -> InvalidRequest:

@@ -15,7 +15,7 @@ Runs on the event loop; the simulator is a process of its own (planner_process.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import stdev
 
@@ -36,7 +36,7 @@ from router.controller.measured_fleet import (
     slower,
 )
 from router.controller.step_model import StepWork
-from router.controller.what_if import Answer, ClassRun, Scenario, Simulator, WorkerPool
+from router.controller.what_if import Answer, ClassLoad, ClassRun, Scenario, Simulator, WorkerPool
 
 MAX_WIDTH = 0.10  # of an interval
 # Of an interval, on either side. Where nearly all calls meet their targets odds and chance leave next to nothing, but some
@@ -72,11 +72,11 @@ class LiveForecast:
         """Raises: NoForecast."""
         try:
             measured = self._measured()
-            loaded = {load.class_name for load in loads(measured.windows)}
-            of = pools(measured.facts)
-            if (slo := undecided(after, loaded, of)) is not None:
+            come, of = loads(measured.windows), pools(measured.facts)
+            loaded = {load.class_name for load in come}
+            if (slo := undecided(after, come, of)) is not None:
                 raise Unknown(_doubt(slo))
-            if undecided(before, loaded, of) is not None:
+            if undecided(before, come, of) is not None:
                 measured = replace(measured, is_settled=False)
             asked = question(measured.facts, measured.windows, _scenarios(measured, before, after), self._budget_s)
             answer = await self._simulator.ask(asked)
@@ -96,15 +96,23 @@ class LiveForecast:
         return Outlook(found, unknown, ASSUMPTIONS)
 
 
-def undecided(classes: Sequence[SLO], loaded: Collection[str], of: Sequence[WorkerPool]) -> SLO | None:
+def undecided(classes: Sequence[SLO], come: Sequence[ClassLoad], of: Sequence[WorkerPool]) -> SLO | None:
     """A class with traffic under whose TPOT target it is not sure whether a router takes one more sequence, or waits: what it
     allows a step is what a step takes, as far as it wanders. Above that there are seats; below it nobody is waited for."""
-    alone_s = [pool.steps.step_s(StepWork(1.0)) for pool in of if pool.role is not Role.PREFILL]
+    loaded, context_tokens = {load.class_name for load in come}, _context_tokens(come)
+    alone_s = [pool.steps.step_s(StepWork(1.0, context_tokens)) for pool in of if pool.role is not Role.PREFILL]
     for slo in classes:
         limit_s = TPOT_SHARE * slo.tpot_ms / 1e3
         if slo.name in loaded and any(abs(limit_s - step_s) <= _WANDERS * step_s for step_s in alone_s):
             return slo
     return None
+
+
+def _context_tokens(come: Sequence[ClassLoad]) -> float:
+    """Of a mean sequence, as routers count it: its prompt and all that it will answer."""
+    rate = math.fsum(load.rate for load in come)
+    tokens = math.fsum(load.rate * (load.prompt_tokens + load.output_tokens) for load in come)
+    return tokens / rate if rate else 0.0
 
 
 def _doubt(slo: SLO) -> str:

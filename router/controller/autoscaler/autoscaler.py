@@ -161,6 +161,7 @@ class Autoscaler:
         enough = all(num >= self._short.of(role) for role, num in there.ready)
         if there.ready != layout or not is_all or not enough:
             since_s = self._patience.now_s
+            self._lessons.changed()
         self._settled = (there.ready, since_s)
         return self._patience.now_s - since_s
 

@@ -111,7 +111,7 @@ class Disaggregation:
         if verdict is None or verdict.local is None or not verdict.is_fresh(facts.now_s):
             self._wish, self._num_wishes = None, 0
             return ()
-        if verdict.at_s != self._seen_s:
+        if verdict.at_s != self._seen_s and verdict.at_s >= self._changed_s:  # else it is of what was before
             self._seen_s = verdict.at_s
             self._count(self._wanted(verdict.local))
         if self._wish is None or self._wish == self._limit or self._num_wishes < CONFIRMATIONS:

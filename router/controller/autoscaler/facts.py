@@ -81,9 +81,7 @@ class ClassTraffic:
     cached_tokens: float | None  # of them, that some worker has cached
     prompt_pairs: float | None  # (query, context) pairs of what is not cached: n^2/2 of a whole prompt
     output_tokens: float | None
-    later_rate: float | None = (
-        None  # the most that is likely at the longest lead there is a forecast for; None: nobody knows
-    )
+    later_rate: float | None = None  # the most that is likely at any lead there is a forecast for; None: nobody knows
     num_arrived: float = math.inf  # calls that rate and lengths are of: the more, the surer; inf = sure
     judged_s: float = SHORT_S  # in which the calls ended that the next four count: longer where few do
     num_judged: float = 0.0

@@ -70,6 +70,8 @@ def gather(
 ) -> FleetFacts:
     """`classes`: those in force; what routers say of others is left out. `levels`: this fleet's, from look to look. `start_up_s`:
     the lead that forecasts need at least."""
+    if not math.isfinite(now_s):
+        raise InvalidRequest(f"now_s is {now_s}; it must be a number", field="now_s")
     levels.keep([slo.name for slo in classes])
     windows = {(window.class_name, window.window_s): window for window in view.classes}
     later = {forecast.class_name: _later_rate(forecast) for forecast in forecasts}
@@ -133,9 +135,9 @@ def _coming_rate(forecast: ClassForecast, start_up_s: float) -> float | None:
 
 
 def _later_rate(forecast: ClassForecast) -> float | None:
-    """The upper end of the interval at the longest lead; None: nobody knows how good it is."""
-    last = max(forecast.forecasts, key=lambda of_lead: of_lead.lead_s, default=None)
-    return last.high if last is not None and last.error is not None else None
+    """The upper end of the intervals, at any lead; None: nobody knows how good they are."""
+    leads = forecast.forecasts
+    return max(of_lead.high for of_lead in leads) if leads and all(lead.error is not None for lead in leads) else None
 
 
 def _traffic(

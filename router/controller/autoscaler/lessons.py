@@ -41,7 +41,7 @@ class Lessons:
     def __init__(self) -> None:
         self._factors = dict.fromkeys(Role, 1.0)
         self._learned_s = dict.fromkeys(Role, -math.inf)
-        self._suspected_s = dict.fromkeys(Role, -math.inf)
+        self._suspected_s: dict[tuple[Role, float], float] = {}  # by window, too: classes are judged over their own
         self._counted_s: dict[str, float] = {}  # until when, by class
 
     def factor(self, role: Role, now_s: float) -> float:
@@ -52,12 +52,16 @@ class Lessons:
 
     def learn(self, role: Role, now_s: float, judged_s: float = SHORT_S) -> None:
         """It was not enough, as the window says that ends now and is so long."""
-        since_s = now_s - self._suspected_s[role]
+        since_s = now_s - self._suspected_s.get((role, judged_s), -math.inf)
         if since_s > 2 * judged_s:
-            self._suspected_s[role] = now_s
+            self._suspected_s[role, judged_s] = now_s
         elif since_s >= judged_s and now_s - self._learned_s[role] >= 2 * judged_s:
             self._factors[role] = min(MOST, STEP * self.factor(role, now_s))
             self._learned_s[role] = now_s
+
+    def changed(self) -> None:
+        """Sizes have: what was suspected is of others."""
+        self._suspected_s.clear()
 
     def count(self, class_name: str, now_s: float) -> None:
         """It does not get by on slack."""

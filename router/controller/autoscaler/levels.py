@@ -7,7 +7,8 @@ not differ from what was before them by more than chance explains. Once they do,
     known    _________|~~~~~~~~~~~~~~~~~~~     large steps after one short window, small ones after some
     long     ______/-----------------~~~~~     of two loads until the new one fills it, so like neither
 
-30 s of 10 calls/s vary by 6 %, so a step of a third shows in one short window, and one of a seventh in five.
+Where 30 s are no multiple of the time between looks, spans are the next longer ones. 30 s of 10 calls/s vary by 6 %, so a step
+of a third shows in one short window, and one of a seventh in five.
 """
 
 from __future__ import annotations
@@ -81,10 +82,12 @@ class Level:
         return whole.mean + belief(change.doubts) * (change.mean - whole.mean)
 
     def _note(self, now_s: float, short: Seen) -> None:
-        if self._looks and now_s < self._looks[-1][0]:  # a clock that went back: nothing is known of the time since
+        if (
+            self._looks and not now_s >= self._looks[-1][0]
+        ):  # a clock that went back: nothing is known of the time since
             self._looks.clear()
             self._changed_s = -math.inf
-        if self._looks and now_s - self._looks[-1][0] < BUCKET_S:  # windows move by as much
+        if len(self._looks) > 1 and now_s - self._looks[-2][0] < BUCKET_S:  # windows move by as much
             self._looks.pop()
         self._looks.append((now_s, short))
         while self._looks[0][0] <= now_s - LONG_S:

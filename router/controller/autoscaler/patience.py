@@ -28,6 +28,7 @@ BACKOFF_S = 60.0  # a start-up
 # A worker that was let go too early is missed for a start-up. Holding it for as long as that once more costs as much as its
 # start, which is the least that it can cost to be wrong (ski rental: Karlin et al. 1988): docs/adr/0012
 HOLD_STARTS = 2.0
+# At least a short window, so that what is wanted is not twice of the same calls.
 # measured: of 1/2 and 1/4 the latter loses less on rates that swing, and neither lets a worker go at a constant rate
 FALLING = 0.25
 LEAST_HOLD_S = 2 * SHORT_S  # so that all that is seen of the traffic came meanwhile, also where starts are instant
@@ -118,7 +119,8 @@ class Patience:
         """The size that was enough for as long as it must; None: that is not known yet."""
         hold_s = self._hold_s(role)
         found = [self._largest(role, hold_s)]
-        if self._later is not None and (lately := self._largest(role, FALLING * hold_s)) is not None:
+        soon_s = max(SHORT_S, FALLING * hold_s)
+        if self._later is not None and (lately := self._largest(role, soon_s)) is not None:
             found.append(max(lately, self._later.of(role)))
         return min((size for size in found if size is not None), default=None)
 

@@ -90,9 +90,11 @@ def _seats(kind: Kind, load: Load, num_workers: int, paces: Sequence[Pace], now:
 
 
 def _batch(kind: Kind, load: Load, limit_s: float, now: int) -> float:
-    """The whole batch that keeps the pace; as now where that is nearly in doubt."""
-    most, surely = (need.whole(need.batch_within(kind, load, limit)) for limit in (limit_s, limit_s / STEP))
-    return min(most, max(surely, float(now)))
+    """The whole batch that keeps the pace; as now where that is in doubt. 0: none does."""
+    perhaps, most, surely = (
+        need.whole(need.batch_within(kind, load, limit)) for limit in (STEP * limit_s, limit_s, limit_s / STEP)
+    )
+    return min(most if most >= 1 else perhaps, max(surely, float(now)))
 
 
 def _budget(kind: Kind, load: Load, num_workers: int, seats: int, paces: Sequence[Pace]) -> Mapping[str, int]:

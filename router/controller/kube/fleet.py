@@ -189,7 +189,7 @@ class KubeFleet:
         waiting -= {name for name, pod in pods.items() if pod.runs or pod.is_preparing}
         _keep_since(self._waiting_since_s, waiting, now_s)
         unclaimed = {m.worker_id for m in members if not m.epoch} - self._started.keys()
-        unclaimed &= {name for name, pod in pods.items() if pod.is_ready}
+        unclaimed &= {name for name, pod in pods.items() if pod.is_ready or pod.on_lost_node}
         _keep_since(self._unclaimed_since_s, unclaimed, now_s)
 
     async def _take(self, step: Step) -> None:

@@ -94,9 +94,15 @@ def test_few_calls_are_judged_over_the_long_window() -> None:
     assert (enough.judged_s, enough.num_judged) == (30.0, 20)
 
 
-def test_the_most_that_may_come_is_known_once_the_longest_forecasts_came_true() -> None:
+def test_the_most_that_may_come_is_known_once_forecasts_of_every_lead_came_true() -> None:
     near, far = (Forecast(lead_s, 5.0, 4.0, 7.0, "last", 0.1, None) for lead_s in (60.0, 300.0))
-    for forecasts, later in (((near, far), 7.0), ((near, replace(far, error=None)), None), ((), None)):
+    peak = replace(near, high=9.0)
+    for forecasts, later in (
+        ((near, far), 7.0),
+        ((peak, far), 9.0),
+        ((near, replace(far, error=None)), None),
+        ((), None),
+    ):
         [chat] = gather(
             0.0,
             view=NOTHING,

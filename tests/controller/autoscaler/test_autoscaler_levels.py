@@ -98,6 +98,15 @@ def test_looks_within_a_moment_are_one() -> None:
         assert value == once.look(end_s + 0.2, short, long, poisson)
 
 
+def test_looks_that_are_closer_than_windows_move_know_longer_spans_too() -> None:
+    arrivals, level, values = drawn(lambda second: 10.0 if second < 600 else 20.0, 900, seed=1), Level(), []
+    for end in range(300, 900, 2):
+        short, long = (Seen(sum(arrivals[end - int(span_s) : end]), span_s) for span_s in (SHORT_S, LONG_S))
+        values.append(level.look(float(end), short, long, poisson) or 0.0)
+    lately = values[-30:]  # 240 to 300 s after the step: the mean since it, not of 30 s
+    assert max(lately) - min(lately) < 1.0
+
+
 def test_classes_that_are_no_more_leave_nothing() -> None:
     levels = Levels()
     chat = levels.of("chat")

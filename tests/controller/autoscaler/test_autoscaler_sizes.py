@@ -214,6 +214,22 @@ def test_one_bad_window_is_no_lesson_and_two_that_share_no_call_are() -> None:
     assert lessons.factor(Role.DECODE, 230.0) == pytest.approx(1.1)
 
 
+def test_a_change_of_sizes_ends_what_was_suspected_of_the_old_ones() -> None:
+    lessons = Lessons()
+    lessons.learn(Role.DECODE, 1_000.0, 300.0)
+    lessons.changed()
+    lessons.learn(Role.DECODE, 1_340.0, 300.0)
+    assert lessons.factor(Role.DECODE, 1_340.0) == 1.0
+
+
+def test_a_class_with_many_calls_does_not_reset_what_is_suspected_of_one_with_few() -> None:
+    lessons = Lessons()
+    for now_s in (0.0, 100.0, 200.0, 300.0):
+        lessons.learn(Role.DECODE, now_s, 30.0)
+        lessons.learn(Role.DECODE, now_s, 300.0)
+    assert lessons.factor(Role.DECODE, 300.0) > 1.0
+
+
 @pytest.mark.parametrize(("num_arrived", "num_created"), [(4.0, 0), (200.0, 1), (20_000.0, 2)])
 def test_a_pool_takes_what_is_sure_and_more_once_more_calls_were_seen(num_arrived: float, num_created: int) -> None:
     # 560 calls/s want four decode workers, 10 % fewer three, 40 % fewer two

@@ -66,6 +66,8 @@ def _fetch(options: argparse.Namespace) -> None:
         wanted = list(SMALL if options.small else WANTED)
         snapshot_download(options.repo, revision=options.revision, local_dir=part, allow_patterns=wanted)
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the client's own notes
+    if options.path.is_dir():  # of a try that ended before it was done
+        shutil.rmtree(options.path)
     part.rename(options.path)
 
 
