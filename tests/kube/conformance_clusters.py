@@ -1,12 +1,14 @@
 """The clusters that the conformance tests run against: the fake, and a real one where KUBECONFIG names it.
 
-On a real cluster every test has a namespace of its own, which is deleted after it; whoever runs them needs the rights to make
-namespaces, roles and pods there. Its pods run `PAUSE`.
+On a real cluster every test has a namespace of its own, which begins with `RUN` and is deleted after it; nothing is made outside
+it, and the run ends only once all of them are gone. Whoever runs them needs the rights to make namespaces, roles and pods there.
+Its pods run `PAUSE`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
@@ -24,6 +26,9 @@ from tests.kube.fake_kubelet_pods import Pretend
 
 PAUSE = "registry.k8s.io/pause:3.10"
 NAMES = ["fake", *(["real"] if os.environ.get("KUBECONFIG") else [])]
+RUN = f"baton-conformance-{secrets.token_hex(4)}"
+GONE_S = 300.0  # a real cluster empties a namespace in 10 to 60 s
+_NUMBERS = itertools.count(1)
 T = TypeVar("T")
 
 
@@ -55,14 +60,14 @@ class RealCluster:
     def as_account(self, token: str) -> ApiClient:
         settings = client.Configuration()
         config.load_kube_config(client_configuration=settings)
-        settings.cert_file = settings.key_file = None
+        settings.cert_file = settings.key_file = settings.refresh_api_key_hook = None  # else the administrator's again
         settings.api_key = {"authorization": f"Bearer {token}"}
         return ApiClient(settings)
 
 
 @contextlib.contextmanager
 def a_cluster(name: str) -> Iterator[Cluster]:
-    namespace = f"baton-conformance-{secrets.token_hex(4)}"
+    namespace = f"{RUN}-{next(_NUMBERS)}"
     if name == "fake":
         with (
             FakeApi(namespaces=[namespace]) as fake,
@@ -79,6 +84,17 @@ def a_cluster(name: str) -> Iterator[Cluster]:
             yield RealCluster(api, namespace)
         finally:
             core.delete_namespace(namespace)
+
+
+def until_nothing_is_left() -> None:
+    """On the real cluster, of this run."""
+    with config.new_client_from_config() as api:
+        core = client.CoreV1Api(api)
+
+        def is_clean() -> bool:
+            return not any(found.metadata.name.startswith(RUN) for found in core.list_namespace().items)
+
+        until(is_clean, GONE_S, every_s=0.5)
 
 
 def _is_there(core: client.CoreV1Api, namespace: str) -> bool:

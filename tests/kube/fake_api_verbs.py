@@ -226,6 +226,9 @@ class Verbs:
             stored = copy.deepcopy(self.store.put(key, obj))
             if resource == NAMESPACES:  # as a controller does
                 self.create(SERVICE_ACCOUNTS, stored["metadata"]["name"], {"metadata": {"name": "default"}})
+            if resource == QUOTAS:  # likewise: from then on it is enforced
+                status = {"hard": stored["spec"].get("hard", {})}
+                self.update(QUOTAS, namespace, meta["name"], stored | {"status": status}, "status")
             return stored
 
     def update(

@@ -13,13 +13,30 @@ import pytest
 from kubernetes import client, watch
 from kubernetes.client import ApiException
 
-from tests.kube.conformance_clusters import NAMES, PAUSE, Cluster, a_cluster, is_ready, refused, succeeds, until
+from tests.kube.conformance_clusters import (
+    NAMES,
+    PAUSE,
+    Cluster,
+    a_cluster,
+    is_ready,
+    refused,
+    succeeds,
+    until,
+    until_nothing_is_left,
+)
 
 Json = dict[str, Any]
 JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    yield
+    if "real" in NAMES:
+        until_nothing_is_left()
 
 
 @pytest.fixture(params=NAMES)
