@@ -205,8 +205,8 @@ class Traffic:
             async for event in stream:
                 if event.WhichOneof("event") == "done":
                     call.ttft_ms, call.tpot_ms = event.done.timings.ttft_ms, event.done.timings.tpot_ms
-        except grpc.aio.AioRpcError:
-            call.is_turned_away = True
+        except grpc.aio.AioRpcError as error:  # who failed otherwise has missed, too
+            call.is_turned_away = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Admin:

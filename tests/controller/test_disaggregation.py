@@ -160,3 +160,19 @@ def test_it_is_one_more_lever_beside_the_autoscaler_s_own() -> None:
         own = [proposal for proposal in proposals if not isinstance(proposal.act, LocalPrefill)]
         assert own == list(alone.look(facts))
     assert proposals[-1].act == LocalPrefill(WHOLE_PROMPTS)
+
+
+def test_a_verdict_on_what_was_before_the_last_change_confirms_nothing() -> None:
+    world = World()
+    for _ in range(CONFIRMATIONS):
+        world.period(0.05)
+    assert world.limit == WHOLE_PROMPTS
+    changed_s = world.changes[-1][0]
+    world.now_s += DWELL_PERIODS * PERIOD_S
+    for at_s in (changed_s - 100.0, changed_s + 100.0):  # the first is of traffic that was still apart
+        world.newest = verdict(at_s, -0.05)
+        world.tick()
+    assert world.limit == WHOLE_PROMPTS
+    world.newest = verdict(world.now_s, -0.05)
+    world.tick()
+    assert world.limit == APART_TOKENS

@@ -166,7 +166,7 @@ def _traffic(
         now_s,
         Seen(now.cached_tokens, now.num_prompts),
         Seen(lately.cached_tokens, lately.num_prompts),
-        _of_lengths(prompt_spread),
+        _of_hits(prompt_spread, prompts),
     )
     outputs = levels.output_tokens.look(
         now_s,
@@ -203,6 +203,20 @@ def _of_lengths(spread: float) -> Deviation:
     """Of calls' mean length."""
     of_one = math.sqrt(max(spread - 1.0, LEAST_SPREAD))
     return lambda mean, num_calls: mean * of_one / math.sqrt(num_calls)
+
+
+def _of_hits(spread: float, prompt_tokens: float | None) -> Deviation:
+    """Of the mean that is cached of prompts: of some nearly all, of the others hardly anything, so one hit is no change."""
+    of_lengths = _of_lengths(spread)
+
+    def deviation(mean: float, num_calls: float) -> float:
+        if not prompt_tokens:
+            return of_lengths(mean, num_calls)
+        least = 1 / (num_calls + 2)  # Laplace's rule: nobody has seen that none, or all, ever are
+        share = min(1 - least, max(least, mean / prompt_tokens))
+        return max(of_lengths(mean, num_calls), prompt_tokens * math.sqrt(share * (1 - share) / num_calls))
+
+    return deviation
 
 
 def _spread(lengths: Sequence[float]) -> float:

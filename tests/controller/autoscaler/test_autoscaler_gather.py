@@ -118,6 +118,19 @@ def test_the_most_that_may_come_is_known_once_forecasts_of_every_lead_came_true(
         assert chat.later_rate == later
 
 
+def test_one_prompt_of_many_that_was_cached_is_no_change_and_half_of_them_are_one() -> None:
+    lately = window(300.0, 300, 1_000)
+    [one] = told(
+        replace(window(30.0, 30, 1_000), cached_tokens=1_000.0), replace(lately, cached_tokens=1_000.0)
+    ).classes
+    [half] = told(
+        replace(window(30.0, 30, 1_000), cached_tokens=15_000.0), replace(lately, cached_tokens=15_000.0)
+    ).classes
+    assert one.cached_tokens is not None
+    assert one.cached_tokens < 5.0
+    assert half.cached_tokens == 500.0
+
+
 def test_prompts_that_vary_have_more_pairs_than_their_mean_says() -> None:
     mixed = replace(window(30.0, 100, 1_000), prompt_lengths=lengths(*[100] * 90, *[9_100] * 10))
     [chat] = told(mixed, replace(mixed, window_s=300.0, span_s=300.0)).classes
