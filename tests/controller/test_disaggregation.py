@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -170,7 +171,7 @@ def test_a_verdict_on_what_was_before_the_last_change_confirms_nothing() -> None
     changed_s = world.changes[-1][0]
     world.now_s += DWELL_PERIODS * PERIOD_S
     for at_s in (changed_s - 100.0, changed_s + 100.0):  # the first is of traffic that was still apart
-        world.newest = verdict(at_s, -0.05)
+        world.newest = replace(verdict(at_s, -0.05), lasts_s=2_000.0)
         world.tick()
     assert world.limit == WHOLE_PROMPTS
     world.newest = verdict(world.now_s, -0.05)

@@ -8,7 +8,7 @@ not differ from what was before them by more than chance explains. Once they do,
     long     ______/-----------------~~~~~     of two loads until the new one fills it, so like neither
 
 Where 30 s are no multiple of the time between looks, spans are the next longer ones. 30 s of 10 calls/s vary by 6 %, so a step
-of a third shows in one short window, and one of a seventh in five.
+of a third shows in one short window, and one of a sixth in five.
 """
 
 from __future__ import annotations
