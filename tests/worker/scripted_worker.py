@@ -22,7 +22,7 @@ PATIENCE_S = 60.0  # generous: tests wait for behaviour, they do not time it
 SPEC = ModelSpec(
     name="scripted", architecture="llama", num_layers=2, hidden_size=32, ffn_size=64, num_heads=2, num_kv_heads=2,
     head_dim=16, vocab_size=1_000, rope_theta=10_000.0, norm_eps=1e-5, max_model_len=2_048, tie_embeddings=True,
-    eos_token_ids=(EOS,), weights_hash="w", tokenizer_hash="t",
+    eos_token_ids=(EOS,), weights_hash="w",
 )  # fmt: skip
 
 
