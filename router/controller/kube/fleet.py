@@ -96,6 +96,7 @@ class KubeFleet:
         self._unclaimed_since_s: dict[
             str, float
         ] = {}  # workers nothing is known of, while somebody listens on their pods
+        self._found: frozenset[str] | None = None  # uids of pods on which somebody listened before this process led
         self._sizes_s = float("-inf")
         self._num_growing = 0  # calls of scale_up that have not returned
         self._changed = asyncio.Event()
@@ -189,7 +190,9 @@ class KubeFleet:
         waiting -= {name for name, pod in pods.items() if pod.runs or pod.is_preparing}
         _keep_since(self._waiting_since_s, waiting, now_s)
         unclaimed = {m.worker_id for m in members if not m.epoch} - self._started.keys()
-        unclaimed &= {name for name, pod in pods.items() if pod.is_ready or pod.on_lost_node}
+        if self._found is None or not self._leads():
+            self._found = frozenset(pod.uid for pod in pods.values() if pod.is_ready or pod.on_lost_node)
+        unclaimed &= {name for name, pod in pods.items() if pod.uid in self._found}
         _keep_since(self._unclaimed_since_s, unclaimed, now_s)
 
     async def _take(self, step: Step) -> None:
