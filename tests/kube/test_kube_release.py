@@ -24,7 +24,7 @@ from router.controller.settings import PoolBounds
 from tests.kube.fake_api_faults import Fault
 from tests.kube.fake_api_resources import QUOTAS
 from tests.kube.fake_kubelet import Node
-from tests.kube.kube_release_rig import release_of
+from tests.kube.kube_release_rig import Release, release_of
 from tests.kube.kube_rig import NAMESPACE
 
 ANN = Order("ann", "a test")
@@ -36,6 +36,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (fleet, "LOOK_S", 0.03),
         (fleet, "SIZES_S", 0.05),
+        (fleet, "ANNOUNCE_S", 0.2),
         (fleet, "REVIVE_S", 0.2),
         (pods, "MIN_PAUSE_S", 0.02),
         (kube_platform, "_CARE_S", 0.03),
@@ -61,7 +62,13 @@ async def test_a_pool_is_brought_to_a_size_and_back_the_last_pods_first_and_drai
         await rig.until(lambda: {"demo-decode-2", "demo-decode-3"} <= rig.serving())
         await rig.orders.scale(Role.DECODE, 2, ANN)
         await rig.until(lambda: rig.size("decode") == 2 and rig.pods().keys() == ALL)
-        assert [d.action for d in rig.decisions if d.lever == "end"] == ["end demo-decode-3", "end demo-decode-2"]
+        await rig.until(
+            lambda: ended(rig) == ["end demo-decode-3", "end demo-decode-2"]
+        )  # written down once it is done
+
+
+def ended(rig: Release) -> list[str]:
+    return [decision.action for decision in rig.decisions if decision.lever == "end"]
 
 
 async def test_a_busy_worker_s_pod_stays_until_it_has_drained(tmp_path: Path) -> None:
