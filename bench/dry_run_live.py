@@ -280,19 +280,21 @@ async def play(num_changes: int, seed: int, settings: Path, tell: Callable[[Sequ
         admin, traffic = Admin(cluster), Traffic(cluster, seed)
         await admin.change(drawn(rng))
         playing = asyncio.create_task(traffic.play())
-        await asyncio.sleep(SETTLE_S + WINDOW_S)
-        number = 0
-        for _ in range(MOST_DRAWS * num_changes):
-            if number == num_changes:
-                break
-            if playing.done():
-                playing.result()  # raises what ended it
-            rows = await changed(number, seed, drawn(rng), admin, traffic)
-            number += any(row.realised is not None for row in rows)
-            tell(rows)
-        playing.cancel()
-        await traffic.close()
-        await admin.close()
+        try:
+            await asyncio.sleep(SETTLE_S + WINDOW_S)
+            number = 0
+            for _ in range(MOST_DRAWS * num_changes):
+                if number == num_changes:
+                    break
+                if playing.done():
+                    playing.result()  # raises what ended it
+                rows = await changed(number, seed, drawn(rng), admin, traffic)
+                number += any(row.realised is not None for row in rows)
+                tell(rows)
+        finally:
+            playing.cancel()
+            await traffic.close()
+            await admin.close()
 
 
 class Journal:

@@ -67,7 +67,7 @@ class DecodeSteps:
     sequence adds: a model that learned from those would leave a decode worker that has helped with prompts one seat."""
 
     _num_steps: int | None = (
-        None  # by the last sample; None: there was none, and what was before it is of other batches
+        None  # by the last sample; None: none yet, and what was before the first is of other batches
     )
     _busy_s: float = 0.0
 

@@ -74,13 +74,14 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
     def manifest_of(spec: ModelSpec) -> WeightManifest:
         return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype)
 
-    files = describe_model(path)
-    weights = None
-    if borrow is not None and config.model.weights_from == "auto" and files.spec.weights_hash:
-        manifest = manifest_of(files.spec)
-        buffer = _borrowed(config, borrow, files, manifest)
-        weights = None if buffer is None else tensors_of(manifest, buffer)
-    if weights is None:
+    files, weights = None, None
+    if borrow is not None and config.model.weights_from == "auto":
+        described = describe_model(path)
+        manifest = manifest_of(described.spec)
+        buffer = _borrowed(config, borrow, described, manifest) if described.spec.weights_hash else None
+        if buffer is not None:
+            files, weights = described, tensors_of(manifest, buffer)
+    if files is None:
         files = load_model_files(path)
     weights_from = FROM_FILES if weights is None else FROM_PEER
     runner = load_torch_runner(files, config.engine, dtype, allocate=allocate, weights=weights)

@@ -483,6 +483,19 @@ async def test_where_nobody_listens_a_worker_is_started_at_once(
         looking.cancel()
 
 
+async def test_a_pod_that_comes_while_a_controller_leads_is_not_waited_for(
+    fake: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_fleet, "ANNOUNCE_S", 60.0)
+    fake.load(release(), NAMESPACE)
+    async with rig_of(fake, tmp_path, cluster_of(fake, tmp_path)) as rig:
+        looking = asyncio.create_task(rig.fleet.start_and_revive())
+        await until(lambda: rig.fleet._found is not None)
+        rig.make_pod("demo-decode-0")
+        await until(lambda: rig.ray.names() == ["demo-decode-0"])
+        looking.cancel()
+
+
 # -- other homes -----------------------------------------------------------------------------------------------------
 
 

@@ -22,8 +22,8 @@ from router.controller.autoscaler.chance import CHANGE, belief
 from router.ring import BUCKET_S, LONG_S, SHORT_S
 
 NUM_SPANS = 5  # that are compared with what was before: half of the long window, at most
-# What five spans ask for beyond one, in standard deviations, so that as few changes are seen where there is none: with Poisson
-# arrivals of 1.44 calls/s a rate is off by more than a quarter in 3 of 10,000 looks, with one span as with five
+# What five spans ask for beyond one, in standard deviations, so that as few changes are seen where there is none as with one:
+# tests/controller/autoscaler/test_autoscaler_levels.py draws Poisson arrivals and counts
 SCAN_DOUBTS = 0.5
 
 
@@ -82,9 +82,7 @@ class Level:
         return whole.mean + belief(change.doubts) * (change.mean - whole.mean)
 
     def _note(self, now_s: float, short: Seen) -> None:
-        if (
-            self._looks and not now_s >= self._looks[-1][0]
-        ):  # a clock that went back: nothing is known of the time since
+        if self._looks and now_s < self._looks[-1][0]:  # a clock that went back: of the time since nothing is known
             self._looks.clear()
             self._changed_s = -math.inf
         if len(self._looks) > 1 and now_s - self._looks[-2][0] < BUCKET_S:  # windows move by as much

@@ -29,7 +29,7 @@ BACKOFF_S = 60.0  # a start-up
 # start, which is the least that it can cost to be wrong (ski rental: Karlin et al. 1988): docs/adr/0012
 HOLD_STARTS = 2.0
 # At least a short window, so that what is wanted is not twice of the same calls.
-# measured: of 1/2 and 1/4 the latter loses less on rates that swing, and neither lets a worker go at a constant rate
+# measured: of 1/2 and 1/4 the latter loses less on rates that swing, and neither turns a constant one (docs/control.md)
 FALLING = 0.25
 LEAST_HOLD_S = 2 * SHORT_S  # so that all that is seen of the traffic came meanwhile, also where starts are instant
 # A call that is missed is taken to be worth ten times its GPU time (docs/control.md), so a worker that comes back sooner than

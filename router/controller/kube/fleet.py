@@ -93,9 +93,7 @@ class KubeFleet:
         self._started: dict[str, str] = {}  # worker -> uid of the pod that it was started on
         self._begun_s: dict[str, float] = {}  # when its start was last asked for
         self._waiting_since_s: dict[str, float] = {}  # workers whose pods do not run
-        self._unclaimed_since_s: dict[
-            str, float
-        ] = {}  # workers nothing is known of, while somebody listens on their pods
+        self._unclaimed_since_s: dict[str, float] = {}  # workers nothing is known of, on pods that were found
         self._found: frozenset[str] | None = None  # uids of pods on which somebody listened before this process led
         self._sizes_s = float("-inf")
         self._num_growing = 0  # calls of scale_up that have not returned

@@ -55,6 +55,14 @@ def test_what_chance_explains_moves_little() -> None:
     assert sum(abs(value - 1.44) > 0.25 * 1.44 for value in values) <= 0.005 * len(values)
 
 
+def test_a_step_by_half_is_known_for_most_of_it_after_a_minute() -> None:
+    shares = []
+    for seed in range(40):
+        values = taken(drawn(lambda second: 1.44 if second < 600 else 2.16, 720, seed))
+        shares.append((values[30 + 7] - 1.44) / (2.16 - 1.44))  # 70 s after it
+    assert math.fsum(shares) / len(shares) > 0.7
+
+
 def test_a_swing_is_followed_closer_than_by_the_long_window() -> None:
     def rate(second: int) -> float:
         return 4.0 * (1 + 0.6 * math.sin(2 * math.pi * second / 3_600))
