@@ -8,22 +8,26 @@ PACKAGES := baton baton_client engine kv_transfer worker prefill_worker decode_w
 BUILD := pyproject.toml setup.py baton/_kv_copy.c router/_prefix_index.c
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
-.PHONY: venv demo test test-live test-computing chart lint types stubs exact soak proto clean
+.PHONY: venv demo test test-live test-computing test-waiting chart lint types stubs exact soak proto clean
 venv: .venv/installed
 demo: .venv/installed
 	@$(BIN)/baton model fetch smollm2
 	@$(BIN)/baton demo
-# Tests that live on real processes and clocks come first on the cores; what only computes fills what they leave free.
+# Tests that live on real processes and clocks come first on the cores; what only computes fills what they leave free, and
+# those that mostly wait for a database or a fake Kubernetes follow it.
 COMPUTING := $(wildcard tests/baton tests/bench tests/chart tests/docker tests/engine)
-LIVE := $(filter-out $(COMPUTING),$(patsubst %/.,%,$(wildcard tests/*/.)))
+WAITING := $(wildcard tests/controller tests/kube)
+LIVE := $(filter-out $(COMPUTING) $(WAITING),$(patsubst %/.,%,$(wildcard tests/*/.)))
 PYTEST = $(BIN)/python -m pytest -m "not slow and not gpu"
 test: .venv/installed-test lint
 	@$(BIN)/baton model fetch smollm2
-	@$(MAKE) -s -j4 types stubs test-computing test-live
+	@$(MAKE) -s -j4 types stubs test-waiting test-live
 test-live: .venv/installed-test
 	@$(PYTEST) $(LIVE)
 test-computing: .venv/installed-test .venv/bin/helm # its output comes at its end, in one piece
 	@mkdir -p build; nice -n 19 $(PYTEST) -p no:cacheprovider --timeout 600 $(COMPUTING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
+test-waiting: test-computing
+	@mkdir -p build; nice -n 5 $(PYTEST) -p no:cacheprovider $(WAITING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
 chart: .venv/installed-test .venv/bin/helm # the chart, the images and Kubernetes, slow tests too; packs build/baton-*.tgz
 	@$(BIN)/python -m pytest -m "not gpu" tests/chart tests/docker tests/kube
 	@$(BIN)/helm package deploy/helm/baton --destination build

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -13,9 +15,24 @@ from baton.model_files import ModelFiles
 from baton.request import Request, SamplingParams
 from router.sequence import SequenceJob, SequenceReport
 from tests.router.attempt_rig import Sink
-from tests.router.router_rig import request, running_rig, until
+from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker
 from tests.router.test_router_moves import ANSWER, owner, pause, two_pairs
+
+
+@asynccontextmanager
+async def failing_without_budget(files: ModelFiles, error: BatonError) -> AsyncIterator[Rig]:
+    """Each worker fails a call after three tokens, and no retry is left. For one call: several open breakers."""
+    workers = [await StubWorker(f"w{i}").start() for i in range(2)]  # one stream each: no failure overtakes a token
+    async with running_rig(files, workers) as rig:
+        budget = rig.front_end.calls._sequences._budget
+        while budget.take(0.0):
+            pass
+        budget._now_s = time.monotonic() + 3_600  # no refill while the test runs
+        for worker in workers:
+            worker.script.fail_after = (3, error)
+        yield rig
+        await rig.idle()
 
 
 @pytest.mark.parametrize(
@@ -24,25 +41,20 @@ from tests.router.test_router_moves import ANSWER, owner, pause, two_pairs
 async def test_beyond_the_budget_a_call_is_unavailable_and_told_when_to_come_back(
     files: ModelFiles, error: BatonError
 ) -> None:
-    async with two_pairs(files) as rig:
-        budget = rig.front_end.calls._sequences._budget
-        while budget.take(0.0):
-            pass
-        budget._now_s = time.monotonic() + 3_600  # no refill while the test runs
-        for decode in rig.workers[2:]:
-            decode.script.fail_after = (3, error)
+    async with failing_without_budget(files, error) as rig:
         answer = await rig.generate(request(max_tokens=10))
-        reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 10})
-        events = await rig.events("/v1/completions", {"prompt": "hello", "max_tokens": 10})
-        await rig.idle()
     assert answer.token_ids == ANSWER[:3]
     assert answer.done is None
     assert answer.status is not None
     assert answer.status.code() is grpc.StatusCode.UNAVAILABLE
     assert answer.error is not None
     assert answer.error.retry_after_s > 0
+    async with failing_without_budget(files, error) as rig:
+        reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 10})
     assert reply.status_code == 503
     assert int(reply.headers["retry-after"]) >= 1
+    async with failing_without_budget(files, error) as rig:
+        events = await rig.events("/v1/completions", {"prompt": "hello", "max_tokens": 10})
     assert events[-1]["error"]["code"] == "unavailable"
     assert not any(choice.get("finish_reason") for event in events for choice in event.get("choices", ()))
 
