@@ -4,7 +4,8 @@
     2 a budget that was lowered is obeyed: standbys go, then who is not up, then who is least busy
     3 a short pool takes, in this order: who drains, whom another pool can spare, who stands by, somebody new; where the budget is
       spent, a pool of another shape that can spare one makes room
-    4 a pool that has been too large for long lets half of what is too much go, and the next ones once these are gone
+    4 a pool that has been too large for long lets half of what is too much go, and the next ones a whole tick after
+      it stopped taking calls
 
 Each step sees what the ones before have done. Only who is ready flips or drains.
 """
@@ -160,7 +161,7 @@ class Levers:
     def _shrink(self) -> Iterator[Proposal]:
         for role, wanted in self._sizes.wanted:
             enough = self._patience.enough(role)
-            if enough is None or any(worker.role is role for worker in self._there.leaving):
+            if enough is None or any(self._patience.just_left(worker) for worker in self._there.leaving if worker.role is role):
                 continue
             size = max(enough, wanted)
             for _ in range(math.ceil((self._have.of(role) - size) / 2)):

@@ -104,6 +104,10 @@ class Patience:
         """For how long the worker has been what it is, as far as was seen."""
         return self.now_s - self._states[worker.worker_id][2]
 
+    def just_left(self, worker: WorkerFacts) -> bool:
+        """Of one that drains: it takes no calls any more, but what that does to the others was not seen for a tick yet."""
+        return self.in_state_s(worker) < self._times.tick_s
+
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def wanted(self, layout: Layout, later: Layout | None = None) -> None:

@@ -356,7 +356,7 @@ def test_no_more_workers_are_kept_warm_than_wanted_while_others_are_on_their_way
 
     fluid = Slow(Autoscaler(TIMES, max_standbys=1), (*fleet(3, 1), going), lambda _: [chat(5.0)])
     fluid.run(40)
-    assert [p.act for _, p in fluid.acts] == [Drain("prefill-0", keep_standby=False)]
+    assert [p.act for _, p in fluid.acts] == [Drain(name, keep_standby=False) for name in ("prefill-0", "prefill-1")]
     both = Slow(Autoscaler(TIMES, max_standbys=1), fleet(2, 2), lambda _: [chat(5.0)])
     both.run(40)
     drains = [p.act for _, p in both.acts if isinstance(p.act, Drain)]

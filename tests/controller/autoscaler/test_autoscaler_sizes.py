@@ -79,7 +79,11 @@ def test_a_pool_shrinks_once_less_was_enough_for_two_start_ups_within_a_minute_a
     assert fluid.times_of(Drain) == [10.0 + hold_s]
 
 
-def test_half_of_what_is_too_much_leaves_at_once_and_the_rest_once_these_are_gone() -> None:
+@pytest.mark.parametrize("drain_s", [20.0, 600.0])
+def test_half_of_what_is_too_much_leaves_at_once_and_the_rest_a_tick_after_these_take_no_calls(
+    drain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.controller.autoscaler.fluid.DRAIN_S", drain_s)
     fluid = Fluid(Autoscaler(), fleet(1, 9), lambda _: [chat(5.0)])
     fluid.run(40)
     assert fluid.times_of(Drain) == [130.0] * 4 + [150.0] * 2 + [170.0] + [190.0]
