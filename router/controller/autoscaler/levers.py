@@ -161,7 +161,9 @@ class Levers:
     def _shrink(self) -> Iterator[Proposal]:
         for role, wanted in self._sizes.wanted:
             enough = self._patience.enough(role)
-            if enough is None or any(self._patience.just_left(worker) for worker in self._there.leaving if worker.role is role):
+            if enough is None or any(
+                self._patience.just_left(worker) for worker in self._there.leaving if worker.role is role
+            ):
                 continue
             size = max(enough, wanted)
             for _ in range(math.ceil((self._have.of(role) - size) / 2)):
