@@ -297,7 +297,7 @@ class Admission:
             spare_s = math.inf
         elif turn.class_tpot_s not in self._kept:
             turn.band -= SLACK
-        wait_s = self._wait_s(turn, now_s)
+        wait_s, of = self._wait(turn, now_s)
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
             turn.latest_s, turn.misses = now_s + spare_s, target
@@ -309,7 +309,9 @@ class Admission:
             return Shed(Reason.DEADLINE, message, retry_after_s)
         allowed_s = max(LEAST_S, MARGIN * spare_s)
         if wait_s > allowed_s:
-            message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
+            message = (
+                f"the wait for {of} would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
+            )
             return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))
         return None
 
@@ -322,8 +324,8 @@ class Admission:
         """Likewise for the shortest possible answer: what is later than that is late on an idle fleet, too."""
         return min(turn.ttft_s, turn.e2e_s - (self._least_output(turn) - 1) * self._step_s)
 
-    def _wait_s(self, turn: Turn, now_s: float) -> float:
-        """Until a lane is free for it behind whoever is ahead, and a seat."""
+    def _wait(self, turn: Turn, now_s: float) -> tuple[float, str]:
+        """Seconds until a lane is free for it behind whoever is ahead, and a seat; and for which of the two."""
         queue = self.queue
         ahead = queue.ahead(turn.tenant, turn.band, self._credit(turn.tenant)) if queue else 0.0
         lane_s = self._lanes.start_s(ahead, now_s) - now_s
@@ -333,9 +335,8 @@ class Admission:
         num_lacking = seats.num_lacking
         if queue:
             num_lacking += len(queue) * min(1.0, ahead / max(1.0, queue.tokens))
-        if num_lacking <= 0:
-            return lane_s
-        return max(lane_s, num_lacking * self._seat_s(seats))
+        seat_s = max(0.0, num_lacking) * self._seat_s(seats)
+        return max((lane_s, "a prefill worker"), (seat_s, "a decode worker"))
 
     def _has_room(self, turn: Turn, without: Turn | None = None) -> bool:
         """Also once `without`, who waits, has gone."""
@@ -458,9 +459,14 @@ class Admission:
     def _too_late(self, turn: Turn, now_s: float) -> Shed:
         self.leave(turn, now_s)
         message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {_MISSED[turn.misses]}"
+        away_s = 0.0
+        if not self._is_ready:
+            missing, away_s = "decode" if len(self._lanes) else "prefill", now_s - self._ready_s
+            message = f"{message}; no {missing} worker has been ready for {away_s:.3g} s"
         if turn.misses is Reason.DEADLINE:
             return Shed(turn.misses, message, 0.0)
-        return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))
+        excess_s = HOLD_S - away_s if away_s else self.queue.tokens / self._rate()
+        return Shed(turn.misses, message, self._appointment(turn, excess_s, now_s))
 
     # -- what is left ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.request import Role
-from router.capacity import TPOT_SHARE
+from router.capacity import step_limit_s
 from router.controller.autoscaler.facts import Tuning
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork, Terms
@@ -72,12 +72,11 @@ def prefill_busy(kind: Kind, load: Load) -> float:
     return prompt_s(kind, load.lacking_per_s, load.pairs_per_s)
 
 
-def pace_limit_s(slo: ClassLoad) -> float:
+def pace_limit_s(kind: Kind, load: Load, of_class: ClassLoad) -> float:
     """That a step may take, as admission lets calls in: a larger batch would never be reached."""
-    targets_ms = [TPOT_SHARE * slo.slo.tpot_ms]
-    if slo.slo.itl_p99_ms is not None:
-        targets_ms.append(slo.slo.itl_p99_ms)
-    return min(targets_ms) / 1e3
+    limit_s = step_limit_s(step_s(kind, load, 1.0), of_class.slo.tpot_ms / 1e3)
+    gap_ms = of_class.slo.itl_p99_ms
+    return limit_s if gap_ms is None else min(limit_s, gap_ms / 1e3)
 
 
 def step_s(kind: Kind, load: Load, batch: float) -> float:
@@ -92,7 +91,7 @@ def batches_in_pace(kind: Kind, load: Load) -> dict[str, float]:
 
 
 def _batch_in_pace(kind: Kind, load: Load, of_class: ClassLoad) -> float:
-    limit_s = pace_limit_s(of_class)
+    limit_s = pace_limit_s(kind, load, of_class)
     now, surely = (whole(batch_within(kind, load, limit)) for limit in (limit_s, limit_s / HALF_BAND))
     return min(now, max(surely, kind.batches.get(of_class.slo.name, now)))
 
