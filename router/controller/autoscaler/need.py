@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.request import Role
-from router.capacity import step_limit_s
 from router.controller.autoscaler.facts import Tuning
 from router.controller.autoscaler.traffic import ClassLoad, Load
 from router.controller.step_model import StepWork, Terms
@@ -27,6 +26,9 @@ BAND = 1.1  # twice the step model's error (6 % in the median: docs/goodput.md),
 HALF_BAND = math.sqrt(BAND)
 PREFILL_BUSY = 0.80  # DESIGN section 9, step 5: beyond it prompts wait for one another
 DECODE_BUSY = 0.85  # likewise: batches vary, and the fullest worker misses first
+# Of a TPOT target, that a full batch's step may take. Admission goes further (router/capacity.py), but by a mean sequence: a
+# long one in a batch of a few makes a step a tenth longer. measured: docs/adr/0015-targets-are-kept-for-their-worth.md
+PACE_SHARE = 0.85
 KV_SHARE = 0.9  # of a pool: beyond it the next sequence soon preempts another. As router/placement.py, HEADROOM
 DRAIN_BACKLOG_S = (
     60.0  # in which what waits beyond the targets should be gone: about a start-up, so as long as help takes
@@ -72,11 +74,12 @@ def prefill_busy(kind: Kind, load: Load) -> float:
     return prompt_s(kind, load.lacking_per_s, load.pairs_per_s)
 
 
-def pace_limit_s(kind: Kind, load: Load, of_class: ClassLoad) -> float:
-    """That a step may take, as admission lets calls in: a larger batch would never be reached."""
-    limit_s = step_limit_s(step_s(kind, load, 1.0), of_class.slo.tpot_ms / 1e3)
-    gap_ms = of_class.slo.itl_p99_ms
-    return limit_s if gap_ms is None else min(limit_s, gap_ms / 1e3)
+def pace_limit_s(slo: ClassLoad) -> float:
+    """That a step may take."""
+    targets_ms = [PACE_SHARE * slo.slo.tpot_ms]
+    if slo.slo.itl_p99_ms is not None:
+        targets_ms.append(slo.slo.itl_p99_ms)
+    return min(targets_ms) / 1e3
 
 
 def step_s(kind: Kind, load: Load, batch: float) -> float:
@@ -91,7 +94,7 @@ def batches_in_pace(kind: Kind, load: Load) -> dict[str, float]:
 
 
 def _batch_in_pace(kind: Kind, load: Load, of_class: ClassLoad) -> float:
-    limit_s = pace_limit_s(kind, load, of_class)
+    limit_s = pace_limit_s(of_class)
     now, surely = (whole(batch_within(kind, load, limit)) for limit in (limit_s, limit_s / HALF_BAND))
     return min(now, max(surely, kind.batches.get(of_class.slo.name, now)))
 

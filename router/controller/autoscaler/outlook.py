@@ -68,7 +68,7 @@ def is_keepable(of_class: ClassLoad, load: Load, kinds: Kinds) -> bool:
     """Whether its targets hold for a mean call that is alone on a worker. Of roles without step times nothing is known."""
     decodes = [kinds[role] for role in (Role.DECODE, Role.BOTH) if role in kinds]
     prefills = [kinds[role] for role in (Role.PREFILL, Role.BOTH) if role in kinds]
-    in_pace = any(need.batch_within(kind, load, need.pace_limit_s(kind, load, of_class)) >= 1 for kind in decodes)
+    in_pace = any(need.batch_within(kind, load, need.pace_limit_s(of_class)) >= 1 for kind in decodes)
     return in_pace and any(_alone_s(kind, of_class) < of_class.slo.ttft_ms / 1e3 for kind in prefills)
 
 
@@ -151,7 +151,7 @@ def _late(num: int, busy: float, room_in_services: float) -> float:
 def _pace(scene: Scene, role: Role, num: int, load: Load, of_class: ClassLoad) -> float:
     kind = scene.kinds[role]
     most, _ = need.most_seqs(kind, load)
-    allowed = min(most, need.batch_within(kind, load, need.pace_limit_s(kind, load, of_class)))
+    allowed = min(most, need.batch_within(kind, load, need.pace_limit_s(of_class)))
     if allowed < 1:
         return 0.0  # no batch at all keeps it
     batch = _batch(kind, load, num)
