@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.fair_queue import FairQueue, Waiting
-from router.kept_targets import Kept, Want, Wants, kept_targets
+from router.kept_targets import Kept, Kind, Want, Wants, kept_targets
 from router.lane_window import LEAST_S, window_s
 from router.placement import Demand
 from router.tenants import Tenant
@@ -203,7 +203,7 @@ class Admission:
 
     def _wanted(self, now_s: float) -> list[Want]:
         """Of decode workers, by the calls of all routers, as far as prefill workers can compute their prompts."""
-        wants = self._wants.rates(now_s)
+        wants = self._wants.rates(self._outputs, now_s)
         # This router has as large a part of the fleet's calls as of those that run
         part = min(1.0, self._targets.total() / self._num_decoding) if self._num_decoding else 1.0
         num_tokens = sum(want.prompt_tokens for want in wants)
@@ -264,8 +264,8 @@ class Admission:
     def arrive(self, turn: Turn, now_s: float) -> Shed | None:
         """Take a call in (it waits, or is released if `released_s` says so) or shed it. Call `due` afterwards."""
         turn.latest_s = turn.deadline_s
-        num_output = turn.num_seqs * self._expected_output(turn)
-        self._wants.add(Want(turn.band, turn.class_tpot_s, turn.value, turn.tokens, num_output), now_s)
+        kind = Kind(turn.band, turn.class_tpot_s, turn.slo_class)
+        self._wants.add(kind, turn.value, turn.tokens, turn.num_seqs, now_s)
         if turn.was_accepted:
             self.num_seqs += turn.num_seqs
             self.queue.pass_by(turn, self._credit(turn.tenant))

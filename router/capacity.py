@@ -114,9 +114,12 @@ class Seats:
         return 1 - self.num_free + self._num_over
 
 
-def alone_s(worker: WorkerLoad, seq_tokens: float) -> float:
-    """A step with one sequence; 0 = not measured yet."""
-    return worker.step_s - growth_s(worker, seq_tokens) * max(0, worker.num_seqs - 1)
+def alone_s(worker: WorkerLoad) -> float:
+    """A step with one sequence, as long as those that are there; 0 = not measured yet."""
+    if worker.num_seqs < 2:
+        return worker.step_s
+    tokens = worker.used_tokens / worker.num_seqs
+    return max(0.0, worker.step_s - growth_s(worker, tokens) * (worker.num_seqs - 1))
 
 
 def growth_s(worker: WorkerLoad, seq_tokens: float) -> float:
@@ -128,7 +131,7 @@ def _num_free(worker: WorkerLoad, tpot_s: float, seq_tokens: float) -> int:
     """Below 0: so many must end before its steps are short enough again."""
     num_free = worker.max_seqs - worker.num_seqs
     num_free = min(num_free, math.floor((KV_HEADROOM * worker.kv_tokens - worker.used_tokens) / seq_tokens))
-    limit_s = step_limit_s(alone_s(worker, seq_tokens), tpot_s)
+    limit_s = step_limit_s(alone_s(worker), tpot_s)
     if math.isfinite(limit_s):
         num_free = min(num_free, _num_in_time(worker, limit_s - worker.step_s, growth_s(worker, seq_tokens), num_free))
     # An idle worker takes one in any case: nobody is there to be slowed down, and whatever fits at all fits there.

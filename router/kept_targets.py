@@ -13,8 +13,9 @@ beside others"; higher priorities are compared first, and have their tokens firs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ MEMORY_S = 10.0  # in which what was asked for fades: a hundred calls at ten a s
 # Times the tokens that are asked for must fit: calls come in clumps, so a batch that fits on average is often too small.
 # measured: docs/overload.md
 ROOM = 1.2
-_LEAST_TOKENS = 1e-2  # of a fading sum: its last call, of 100 tokens, came nine MEMORY_S ago
+_LEAST_SEQS = 1e-4  # of a fading sum: its last call came nine MEMORY_S ago, and is forgotten
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,27 +46,40 @@ class Want:
         return Want(self.priority, self.tpot_s, *rates)
 
 
+class Kind(NamedTuple):
+    """Of call."""
+
+    priority: int
+    tpot_s: float
+    slo_class: str
+
+
 class Wants:
     """What the calls of one router ask for, those that are turned away, too."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, float], Floats] = {}  # value, prompt tokens, output tokens by priority and target
+        self._sums: dict[Kind, Floats] = {}  # value, prompt tokens, sequences
         self._since_s = math.inf
         self._faded_s = 0.0
 
-    def add(self, want: Want, now_s: float) -> None:
-        """A call came: its value and its tokens, no rates."""
+    def add(self, kind: Kind, value: float, prompt_tokens: float, num_seqs: int, now_s: float) -> None:
+        """A call came."""
         self._since_s = min(self._since_s, now_s)
         self._fade(now_s)
-        sums = self._sums.setdefault((want.priority, want.tpot_s), np.zeros(3))
-        sums += (want.value, want.prompt_tokens, want.output_tokens)
+        sums = self._sums.setdefault(kind, np.zeros(3))
+        sums += (value, prompt_tokens, num_seqs)
 
-    def rates(self, now_s: float) -> list[Want]:
-        """Of late. What nobody asks for any more is forgotten."""
+    def rates(self, outputs: Mapping[str, float], now_s: float) -> list[Want]:
+        """Of late. `outputs`: by class, mean tokens of a sequence; a class that has none is like the others."""
         self._fade(now_s)
-        self._sums = {key: sums for key, sums in self._sums.items() if sums[2] >= _LEAST_TOKENS}
+        self._sums = {kind: sums for kind, sums in self._sums.items() if sums[2] >= _LEAST_SEQS}
         seen_s = MEMORY_S * -math.expm1(-max(1.0, now_s - self._since_s) / MEMORY_S)
-        return [Want(*key, *(sums / seen_s).tolist()) for key, sums in self._sums.items()]
+        usual = sum(outputs.values()) / len(outputs) if outputs else 1.0
+        return [
+            Want(kind.priority, kind.tpot_s, value, prompt_tokens, num_seqs * outputs.get(kind.slo_class, usual))
+            for kind, sums in self._sums.items()
+            for value, prompt_tokens, num_seqs in [(sums / seen_s).tolist()]
+        ]
 
     def _fade(self, now_s: float) -> None:
         share, self._faded_s = math.exp((self._faded_s - now_s) / MEMORY_S), now_s
@@ -113,7 +127,7 @@ class _Pool:
     """Decode workers, [workers] each."""
 
     def __init__(self, workers: Sequence[WorkerLoad], seq_tokens: float) -> None:
-        self.alone_s = np.array([alone_s(worker, seq_tokens) for worker in workers])
+        self.alone_s = np.array([alone_s(worker) for worker in workers])
         self._growth_s = np.array([growth_s(worker, seq_tokens) for worker in workers])
         in_memory = KV_HEADROOM / seq_tokens * np.array([worker.kv_tokens for worker in workers])
         self._most = np.minimum(in_memory, [worker.max_seqs for worker in workers])

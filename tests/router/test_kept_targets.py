@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.capacity import WorkerLoad
-from router.kept_targets import MEMORY_S, ROOM, Kept, Want, Wants, kept_targets
+from router.kept_targets import MEMORY_S, ROOM, Kept, Kind, Want, Wants, kept_targets
 
 SEQ_TOKENS = 1_000.0
 ALONE_S, GROWTH_S = 0.010, 0.001
@@ -94,20 +94,24 @@ def test_a_looser_target_never_costs_worth_where_tokens_are_worth_the_same(
 
 def test_rates_are_those_of_late_and_what_nobody_asks_for_any_more_is_forgotten() -> None:
     wants = Wants()
-    assert wants.rates(0.0) == []
+    outputs = {"chat": 100.0}
+    assert wants.rates(outputs, 0.0) == []
     for tick in range(300):
-        wants.add(Want(0, 0.02, 2.0, 50.0, 100.0), 0.1 * tick)
-    [found] = wants.rates(30.0)
+        wants.add(Kind(0, 0.02, "chat"), 2.0, 50.0, 1, 0.1 * tick)
+    [found] = wants.rates(outputs, 30.0)
     assert (found.value, found.prompt_tokens, found.output_tokens) == pytest.approx((20.0, 500.0, 1_000.0), rel=0.02)
-    wants.add(Want(5, 0.1, 1.0, 0.0, 100.0), 30.0)
-    late = {one.tpot_s: one for one in wants.rates(30.0 + MEMORY_S)}
+    wants.add(Kind(5, 0.1, "new"), 1.0, 0.0, 2, 30.0)
+    late = {one.tpot_s: one for one in wants.rates(outputs, 30.0 + MEMORY_S)}
     assert late[0.02].output_tokens == pytest.approx(1_000.0 / math.e, rel=0.05)
     assert late[0.1].priority == 5
-    assert wants.rates(1_000.0) == []
+    assert late[0.1].output_tokens == pytest.approx(2 * 100.0 / math.e / MEMORY_S, rel=0.05), (
+        "as others of unknown length"
+    )
+    assert wants.rates(outputs, 1_000.0) == []
 
 
 def test_the_first_call_of_all_is_no_flood() -> None:
     wants = Wants()
-    wants.add(Want(0, 0.02, 1.0, 50.0, 100.0), 7.0)
-    [found] = wants.rates(7.0)
+    wants.add(Kind(0, 0.02, "chat"), 1.0, 50.0, 1, 7.0)
+    [found] = wants.rates({"chat": 100.0}, 7.0)
     assert found.output_tokens == pytest.approx(100.0, rel=0.06)
