@@ -59,7 +59,7 @@ class SharedFleet(Fleet):
         self._look()
         self._held = [live for live in self._held if live.outcome.end_s is None and live.outcome.shed is None]
         num_shed = sum(o.shed is not None for o in self.outcomes if o.job.slo.name != BATCH)
-        slack = self.admission.slack(BATCH, self._tpot_s, num_shed, self.now_s)
+        slack = self.admission.slack(BATCH, (self._tpot_s,), num_shed, self.now_s)
         starting = [live for live in self._held if live.outcome.first_s is None]
         allowed = self._pacer.look(slack, len(self._held), len(starting), self.now_s)
         for live in starting[allowed.num_starting :]:

@@ -165,6 +165,7 @@ class Fleet:
             num_seqs=1,
             prompt_tokens=job.prompt_tokens,
             max_tokens=4 * job.output_tokens,
+            value=job.slo.weight,
         )
         live = _Live(turn, Outcome(job))
         self.outcomes.append(live.outcome)

@@ -7,6 +7,10 @@
                  would compute its prompt sooner (local prefill), one prompt after the other            -> 4
     4 began      its first token came: the lane has moved on                                           -> gone when it ends
 
+A seat is one under the call's own target and those of the calls that run, as far as they are kept. Which are is decided by what
+they are worth (router/kept_targets.py): one that no worker keeps, or only at the price of more calls than it brings, binds
+nobody, and calls of such a class are served behind all that can be in time.
+
 A target for the whole answer counts as one for its first token: less the steps that an answer of its class usually takes.
 Forecast TTFT = when a lane is free for it, behind what is ahead in the fair order, and not before a seat is; plus its own
 prefill; what decode workers may take off a queue is not foreseen. Rates are the workers' measured ones, corrected by the
@@ -30,6 +34,7 @@ from dataclasses import dataclass
 
 from router.capacity import Lanes, Seats, WorkerLoad
 from router.fair_queue import FairQueue, Waiting
+from router.kept_targets import Kept, Kind, Want, Wants, kept_targets
 from router.lane_window import LEAST_S, window_s
 from router.placement import Demand
 from router.tenants import Tenant
@@ -42,6 +47,7 @@ SMOOTHING = 0.1  # of exponential means: about the last 20 calls
 MARGIN = 0.7  # of the spare time that a forecast wait may use; the rest is for its error. measured: docs/overload.md
 PACE_S = 5.0  # of lanes' busy time, in which what was learned of their pace fades
 PACE_BOUNDS = (0.1, 10.0)  # of real to reported rate: beyond them one of the two is a fault, not a measurement
+REVIEW_S = 0.5  # how often it is asked which TPOT targets are kept: each heartbeat; what was asked for fades in 10 s
 SWEEP_S = 0.05  # how often the queue is searched for calls that can no longer make it: half of the 100 ms of case O1
 # How long those who wait stay here while no worker is ready, in place of all going to the first that returns. A killed worker
 # answers again after 9 s (DESIGN section 10); for longer, placement waits, or says why it does not.
@@ -108,6 +114,7 @@ class Turn(Waiting):
     max_tokens: int  # of output, each
     min_tokens: int = 0
     asks_ttft: bool = False  # its TTFT target is its own, not its class's
+    value: float = 1.0  # beside other calls: its class's weight
     was_accepted: bool = False  # by a router before: it goes on, whatever the forecast
     e2e_s: float = math.inf  # target for the whole answer
     demand: Demand | None = None  # of its first sequence, where placement may be asked about it
@@ -142,9 +149,12 @@ class Admission:
         self._decodes: list[WorkerLoad] = []
         self._ready_s = -math.inf  # when a worker of each kind was last ready
         self._num_decoding = 0
+        self._wants = Wants()
+        self._kept = Kept()  # TPOT targets, as of the last review
+        self._next_review_s, self._num_reviewed = -math.inf, 0
         self._seats: dict[float, Seats] = {}  # by TPOT target; since the last `observe`
         self._num_taken = 0  # seats, likewise
-        self._targets: Counter[float] = Counter()  # TPOT targets of the classes that run, in sequences
+        self._targets: Counter[float] = Counter()  # TPOT targets of the classes that run, in sequences, kept or not
         self._step_s = 0.0  # of an average decode worker; 0 = not known
         self._outputs: dict[str, float] = {}  # by class: mean output tokens of a sequence
         self._seq_tokens = 0.0  # that a sequence comes to hold, on average
@@ -187,6 +197,18 @@ class Admission:
         self._seats, self._num_taken = {}, 0
         if self._is_ready:
             self._ready_s = now_s
+        if now_s >= self._next_review_s or len(self._decodes) != self._num_reviewed:
+            self._next_review_s, self._num_reviewed = now_s + REVIEW_S, len(self._decodes)
+            self._kept = kept_targets(self._decodes, self._wanted(now_s), self._mean_tokens)
+
+    def _wanted(self, now_s: float) -> list[Want]:
+        """Of decode workers, by the calls of all routers, as far as prefill workers can compute their prompts."""
+        wants = self._wants.rates(self._outputs, now_s)
+        # This router has as large a part of the fleet's calls as of those that run
+        part = min(1.0, self._targets.total() / self._num_decoding) if self._num_decoding else 1.0
+        num_tokens = sum(want.prompt_tokens for want in wants)
+        computed = min(1.0, part * self._rate() / num_tokens) if num_tokens else 1.0
+        return [want.scaled(computed / part) for want in wants] if part else []
 
     def _window_s(self, load: WorkerLoad) -> float:
         return window_s(load.grant_s) if self.bounds.window_s is None else self.bounds.window_s
@@ -210,14 +232,22 @@ class Admission:
                 given[turn.worker] = (free_s + turn.tokens / rate, num_tokens + turn.tokens)
         return given
 
-    def _seats_for(self, target_s: float) -> Seats:
-        """Under this TPOT target and those of the classes that run."""
-        target_s = min(target_s, *self._targets) if self._targets else target_s
+    @property
+    def _mean_tokens(self) -> float:
+        """Of a sequence."""
+        return max(1.0, self._seq_tokens)
+
+    def _seats_for(self, *targets_s: float) -> Seats:
+        """Under these TPOT targets and those of the classes that run, as far as they are kept."""
+        return self._seats_under(self._tightest(*targets_s))
+
+    def _tightest(self, *targets_s: float) -> float:
+        return min((one_s for one_s in (*targets_s, *self._targets) if one_s in self._kept), default=math.inf)
+
+    def _seats_under(self, target_s: float) -> Seats:
         seats = self._seats.get(target_s)
         if seats is None:
-            seats = self._seats[target_s] = Seats(self._decodes, target_s, max(1.0, self._seq_tokens))
-            if not seats.is_feasible:  # by nobody: no reason to wait
-                seats = self._seats[target_s] = Seats(self._decodes, math.inf, max(1.0, self._seq_tokens))
+            seats = self._seats[target_s] = Seats(self._decodes, target_s, self._mean_tokens)
             seats.take(self._num_taken)
         return seats
 
@@ -234,12 +264,14 @@ class Admission:
     def arrive(self, turn: Turn, now_s: float) -> Shed | None:
         """Take a call in (it waits, or is released if `released_s` says so) or shed it. Call `due` afterwards."""
         turn.latest_s = turn.deadline_s
+        kind = Kind(turn.band, turn.class_tpot_s, turn.slo_class)
+        self._wants.add(kind, turn.value, turn.tokens, turn.num_seqs, now_s)
         if turn.was_accepted:
             self.num_seqs += turn.num_seqs
             self.queue.pass_by(turn, self._credit(turn.tenant))
             self._release(turn, now_s)
             return None
-        if len(self._lanes) and (shed := self._forecast(turn, now_s)):
+        if self._is_ready and (shed := self._forecast(turn, now_s)):
             return shed
         if not self.queue and (shed := self._too_slow(turn, now_s)):
             return shed
@@ -263,7 +295,9 @@ class Admission:
         if own_s > self._latest_first_s(turn) and not turn.asks_ttft:
             turn.band -= SLACK
             spare_s = math.inf
-        wait_s = self._wait_s(turn, now_s)
+        elif turn.class_tpot_s not in self._kept:
+            turn.band -= SLACK
+        wait_s, of = self._wait(turn, now_s)
         turn.latest_s = turn.deadline_s - own_s
         if 0 < spare_s < turn.latest_s - now_s:
             turn.latest_s, turn.misses = now_s + spare_s, target
@@ -275,7 +309,9 @@ class Admission:
             return Shed(Reason.DEADLINE, message, retry_after_s)
         allowed_s = max(LEAST_S, MARGIN * spare_s)
         if wait_s > allowed_s:
-            message = f"the wait would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
+            message = (
+                f"the wait for {of} would be {wait_s:.3g} s; for its {_MISSED[target]} the limit is {allowed_s:.3g} s"
+            )
             return Shed(target, message, self._appointment(turn, wait_s - allowed_s, now_s))
         return None
 
@@ -288,21 +324,19 @@ class Admission:
         """Likewise for the shortest possible answer: what is later than that is late on an idle fleet, too."""
         return min(turn.ttft_s, turn.e2e_s - (self._least_output(turn) - 1) * self._step_s)
 
-    def _wait_s(self, turn: Turn, now_s: float) -> float:
-        """Until a lane is free for it behind whoever is ahead, and a seat."""
+    def _wait(self, turn: Turn, now_s: float) -> tuple[float, str]:
+        """Seconds until a lane is free for it behind whoever is ahead, and a seat; and for which of the two."""
         queue = self.queue
         ahead = queue.ahead(turn.tenant, turn.band, self._credit(turn.tenant)) if queue else 0.0
         lane_s = self._lanes.start_s(ahead, now_s) - now_s
         if lane_s > LEAST_S and not queue and self._can_help(turn):
             lane_s = 0.0
-        if not self._decodes:
-            return lane_s
-        num_lacking: float = 1 - self._seats_for(turn.class_tpot_s).num_free  # as `_may_go` judges
+        seats = self._seats_for(turn.class_tpot_s)  # as `_may_go` judges
+        num_lacking = seats.num_lacking
         if queue:
             num_lacking += len(queue) * min(1.0, ahead / max(1.0, queue.tokens))
-        if num_lacking <= 0:
-            return lane_s
-        return max(lane_s, num_lacking * self._seat_s())
+        seat_s = max(0.0, num_lacking) * self._seat_s(seats)
+        return max((lane_s, "a prefill worker"), (seat_s, "a decode worker"))
 
     def _has_room(self, turn: Turn, without: Turn | None = None) -> bool:
         """Also once `without`, who waits, has gone."""
@@ -397,14 +431,18 @@ class Admission:
 
     def _too_slow(self, turn: Turn, now_s: float) -> Shed | None:
         """A call that wants quicker tokens than its class is not waited for where its turn has come: others could go."""
-        if turn.tpot_s >= turn.class_tpot_s or not self._decodes or self._seats_for(turn.tpot_s).num_free >= 1:
+        is_quicker = self._kept.floor_s <= turn.tpot_s < turn.class_tpot_s
+        if not is_quicker or not self.bounds.by_forecast or not self._decodes:
+            return None
+        seats = self._seats_under(min(turn.tpot_s, self._tightest()))
+        if seats.num_free >= 1:
             return None
         message = f"tokens come each {1e3 * self._step_s:.3g} ms now; its TPOT target is {1e3 * turn.tpot_s:.3g} ms"
-        return Shed(Reason.TPOT, message, self._appointment(turn, self._seat_s(), now_s))
+        return Shed(Reason.TPOT, message, self._appointment(turn, seats.num_lacking * self._seat_s(seats), now_s))
 
-    def _seat_s(self) -> float:
-        """Until one more sequence ends."""
-        return self._mean_stream_s / max(1, self._num_decoding)
+    def _seat_s(self, seats: Seats) -> float:
+        """Until one more sequence ends. Where fewer run than there are seats for, who is ahead will be among those that end."""
+        return self._mean_stream_s / max(1, self._num_decoding, seats.num_seats)
 
     def _release(self, turn: Turn, now_s: float) -> None:
         turn.released_s = now_s
@@ -421,17 +459,22 @@ class Admission:
     def _too_late(self, turn: Turn, now_s: float) -> Shed:
         self.leave(turn, now_s)
         message = f"the call waited {now_s - turn.since_s:.3g} s and can no longer meet its {_MISSED[turn.misses]}"
+        away_s = 0.0
+        if not self._is_ready:
+            missing, away_s = "decode" if len(self._lanes) else "prefill", now_s - self._ready_s
+            message = f"{message}; no {missing} worker has been ready for {away_s:.3g} s"
         if turn.misses is Reason.DEADLINE:
             return Shed(turn.misses, message, 0.0)
-        return Shed(turn.misses, message, self._appointment(turn, self.queue.tokens / self._rate(), now_s))
+        excess_s = HOLD_S - away_s if away_s else self.queue.tokens / self._rate()
+        return Shed(turn.misses, message, self._appointment(turn, excess_s, now_s))
 
     # -- what is left ------------------------------------------------------------------------------------------------
 
-    def slack(self, slo_class: str, tpot_s: float, num_shed: int, now_s: float) -> Slack:
-        """What the others leave to `slo_class`, under the TPOT target `tpot_s`."""
+    def slack(self, slo_class: str, targets_s: Iterable[float], num_shed: int, now_s: float) -> Slack:
+        """What the others leave to `slo_class`, whose TPOT targets these are."""
         num_waiting = sum(turn.slo_class != slo_class for turn in self.queue.calls) if self.queue else 0
         has_lane = self._is_ready and self._lanes.open_s <= now_s
-        num_free = self._seats_for(tpot_s).num_free if self._is_ready else 0
+        num_free = self._seats_for(*targets_s).num_free if self._is_ready else 0
         num_free = min(num_free, self.bounds.max_inflight - self.num_seqs)
         return Slack(num_waiting, num_shed, has_lane, num_free, self._num_decoding)
 

@@ -276,9 +276,10 @@ class Calls:
         return self._turns.queued_tokens()
 
     def slack(self) -> Slack:
-        """What the other classes leave to batches, under the tightest TPOT target in force."""
-        targets = [slo.pace_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]
-        return self._turns.slack(BATCH, min(targets, default=math.inf))
+        """What the other classes leave to batches, under the TPOT targets in force."""
+        return self._turns.slack(
+            BATCH, [slo.pace_ms / 1e3 for slo in self._slo_watch.classes.values() if slo.name != BATCH]
+        )
 
     @property
     def table(self) -> TokenTable:
@@ -443,6 +444,7 @@ class Calls:
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             asks_ttft=call.spec.labels.slo_ttft_ms is not None,
+            value=slo.weight,
             was_accepted=call.resumed is not None,
             demand=self._demand(call),
         )

@@ -3,7 +3,8 @@
 A lane is a prefill worker and the moment at which the work it has is done: prompts are computed one after the other at its
 measured rate, so what counts is when it is free, not how much waits. It is open for more its window before that
 (router/lane_window.py). A seat is one more sequence on a decode worker: as many
-as its step time allows under the TPOT target, as its KV blocks hold and as it says it takes.
+as its step time allows under the TPOT target, as its KV blocks hold and as it says it takes. Whose target is below a lone
+sequence's step has none; above it seats come one by one.
 
 Both are made of WorkerLoads, which lag by a heartbeat at worst; calls released since are added as they go.
 """
@@ -16,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KV_HEADROOM = 0.9  # of a decode pool, as placement's HEADROOM: beyond it a new sequence soon preempts another one
-# Of a TPOT target that a forecast step may take; the rest is jitter, gaps and error. DESIGN section 9 (5)
+# Of what a TPOT target leaves beyond a lone sequence's step, that a batch may take; the rest is jitter, gaps and error.
+# docs/adr/0015-targets-are-kept-for-their-worth.md
 TPOT_SHARE = 0.85
 
 
@@ -84,40 +86,60 @@ class Lanes:
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
+def step_limit_s(alone_s: float, tpot_s: float) -> float:
+    """That a step may take under a TPOT target; less than `alone_s`, what a lone sequence's takes, where none keeps it."""
+    return alone_s + TPOT_SHARE * (tpot_s - alone_s)
+
+
 class Seats:
-    """How many more sequences the decode workers take under one TPOT target."""
+    """How many more sequences the decode workers take under one TPOT target; inf: as many as their KV and their limits hold."""
 
     def __init__(self, workers: Iterable[WorkerLoad], tpot_s: float, seq_tokens: float) -> None:
         """`seq_tokens`: what a sequence comes to hold on average."""
-        limit_s = TPOT_SHARE * tpot_s
-        self.is_feasible = False  # somebody alone on some worker would meet the target
         self.num_free = 0  # below 0: more were taken
+        self.num_seats = 0  # free or in use; fewer than in use where steps are too long
+        self._num_over = math.inf  # sequences that must end on some worker before one has a seat
         for worker in workers:
-            self.is_feasible = self.is_feasible or _alone_s(worker, seq_tokens) <= limit_s
-            free_tokens = KV_HEADROOM * worker.kv_tokens - worker.used_tokens
-            num_free = min(
-                worker.max_seqs - worker.num_seqs, _num_in_time(worker, limit_s, seq_tokens), free_tokens // seq_tokens
-            )
-            # An idle worker takes one in any case: nobody is there to be slowed down, and whatever fits at all fits there.
-            self.num_free += int(max(not worker.num_seqs, num_free))
+            num_free = _num_free(worker, tpot_s, seq_tokens)
+            self.num_free += max(0, num_free)
+            self.num_seats += worker.num_seqs + num_free
+            self._num_over = min(self._num_over, max(0, -num_free))
 
     def take(self, num_seqs: int) -> None:
         self.num_free -= num_seqs
 
+    @property
+    def num_lacking(self) -> float:
+        """Sequences that must end before one more has a seat; 0 or less: there is one."""
+        return 1 - self.num_free + self._num_over
 
-def _growth_s(worker: WorkerLoad, seq_tokens: float) -> float:
+
+def alone_s(worker: WorkerLoad) -> float:
+    """A step with one sequence, as long as those that are there; 0 = not measured yet."""
+    if worker.num_seqs < 2:
+        return worker.step_s
+    tokens = worker.used_tokens / worker.num_seqs
+    return max(0.0, worker.step_s - growth_s(worker, tokens) * (worker.num_seqs - 1))
+
+
+def growth_s(worker: WorkerLoad, seq_tokens: float) -> float:
+    """What one more sequence adds to a step."""
     return worker.step_s_per_seq + worker.step_s_per_token * seq_tokens
 
 
-def _alone_s(worker: WorkerLoad, seq_tokens: float) -> float:
-    """A step with one sequence."""
-    return worker.step_s - _growth_s(worker, seq_tokens) * max(0, worker.num_seqs - 1)
+def _num_free(worker: WorkerLoad, tpot_s: float, seq_tokens: float) -> int:
+    """Below 0: so many must end before its steps are short enough again."""
+    num_free = worker.max_seqs - worker.num_seqs
+    num_free = min(num_free, math.floor((KV_HEADROOM * worker.kv_tokens - worker.used_tokens) / seq_tokens))
+    limit_s = step_limit_s(alone_s(worker), tpot_s)
+    if math.isfinite(limit_s):
+        num_free = min(num_free, _num_in_time(worker, limit_s - worker.step_s, growth_s(worker, seq_tokens), num_free))
+    # An idle worker takes one in any case: nobody is there to be slowed down, and whatever fits at all fits there.
+    return num_free if worker.num_seqs else max(1, num_free)
 
 
-def _num_in_time(worker: WorkerLoad, limit_s: float, seq_tokens: float) -> float:
-    """Sequences that may join before a step takes longer than the limit."""
-    growth_s = _growth_s(worker, seq_tokens)
-    spare_s = limit_s - worker.step_s
-    if spare_s < 0:
-        return 0
-    return spare_s // growth_s if growth_s else math.inf
+def _num_in_time(worker: WorkerLoad, spare_s: float, growth_s: float, most: int) -> int:
+    """Sequences that fit into what a step may take longer; where it takes too long already, less those that are too many."""
+    if not growth_s:
+        return most if spare_s >= 0 else 0
+    return math.trunc(max(-worker.num_seqs, min(most, spare_s / growth_s)))

@@ -192,12 +192,12 @@ class Turns:
         oldest_s = self.admission.queue.oldest_since_s()
         return 0.0 if oldest_s is None else max(0.0, clock.now_s() - oldest_s)
 
-    def slack(self, slo_class: str, tpot_s: float) -> Slack:
-        """What the other classes leave to this one, under the TPOT target `tpot_s`, now."""
+    def slack(self, slo_class: str, targets_s: Iterable[float]) -> Slack:
+        """What the other classes, whose TPOT targets these are, leave to this one, now."""
         now_s = clock.now_s()
         self._look(now_s)
         num_shed = self._num_shed.total() - self._num_shed[slo_class]
-        return self.admission.slack(slo_class, tpot_s, num_shed, now_s)
+        return self.admission.slack(slo_class, targets_s, num_shed, now_s)
 
     # -- the policy's clock ------------------------------------------------------------------------------------------
 

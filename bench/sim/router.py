@@ -306,4 +306,5 @@ def _turn(call: Call) -> Turn:
         num_seqs=1,
         prompt_tokens=row.input_tokens,
         max_tokens=MAX_TOKENS_SLACK * row.output_tokens,
+        value=slo.weight,
     )

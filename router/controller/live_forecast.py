@@ -6,8 +6,8 @@
     interval: 3, chance in the simulation and chance in what will be counted over one window, together; at most MAX_WIDTH wide,
     and where it would be much wider nothing is promised
 
-Nor is it where a TPOT target is so near to a step that routers, which see steps wander, keep seats for calls at one moment and
-none at the next (`undecided`): everybody waits for that, of whatever class. What was measured under such a target moves nothing.
+Nor is it of a class whose TPOT target is so near to a lone sequence's step that routers, which see steps wander, take it for one
+that can be kept at one moment and for none at the next (`undecided`). What was measured under such a target moves nothing.
 
 Runs on the event loop; the simulator is a process of its own (planner_process.py).
 """
@@ -22,7 +22,6 @@ from statistics import stdev
 from baton.errors import BatonError
 from baton.request import Role
 from baton.slo import SLO
-from router.capacity import TPOT_SHARE
 from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.measured_fleet import (
     MIN_CALLS,
@@ -74,10 +73,7 @@ class LiveForecast:
             measured = self._measured()
             come, of = loads(measured.windows), pools(measured.facts)
             loaded = {load.class_name for load in come}
-            if (slo := undecided(after, come, of)) is not None:
-                raise Unknown(_doubt(slo))
-            if undecided(before, come, of) is not None:
-                measured = replace(measured, is_settled=False)
+            was_doubted, is_doubted = undecided(before, come, of), undecided(after, come, of)
             asked = question(measured.facts, measured.windows, _scenarios(measured, before, after), self._budget_s)
             answer = await self._simulator.ask(asked)
         except (Unknown, BatonError) as error:
@@ -90,22 +86,23 @@ class LiveForecast:
             try:
                 if slo.name not in loaded:
                     raise Unknown(f"fewer than {MIN_CALLS} calls in the last {WINDOW_S:g} s")
-                found[slo.name] = prediction(answer, slo.name, measured)
+                if slo.name in is_doubted:
+                    raise Unknown(_doubt(slo))
+                is_settled = measured.is_settled and slo.name not in was_doubted
+                found[slo.name] = prediction(answer, slo.name, replace(measured, is_settled=is_settled))
             except Unknown as error:
                 unknown[slo.name] = str(error)
         return Outlook(found, unknown, ASSUMPTIONS)
 
 
-def undecided(classes: Sequence[SLO], come: Sequence[ClassLoad], of: Sequence[WorkerPool]) -> SLO | None:
-    """A class with traffic under whose TPOT target it is not sure whether a router takes one more sequence, or waits: what it
-    allows a step is what a step takes, as far as it wanders. Above that there are seats; below it nobody is waited for."""
-    loaded, context_tokens = {load.class_name for load in come}, _context_tokens(come)
+def undecided(classes: Sequence[SLO], come: Sequence[ClassLoad], of: Sequence[WorkerPool]) -> frozenset[str]:
+    """Classes under whose TPOT target it is not sure whether a router takes it for one that can be kept: it is what a lone
+    sequence's step takes, as far as that wanders."""
+    context_tokens = _context_tokens(come)
     alone_s = [pool.steps.step_s(StepWork(1.0, context_tokens)) for pool in of if pool.role is not Role.PREFILL]
-    for slo in classes:
-        limit_s = TPOT_SHARE * slo.tpot_ms / 1e3
-        if slo.name in loaded and any(abs(limit_s - step_s) <= _WANDERS * step_s for step_s in alone_s):
-            return slo
-    return None
+    return frozenset(
+        slo.name for slo in classes if any(abs(slo.tpot_ms / 1e3 - step_s) <= _WANDERS * step_s for step_s in alone_s)
+    )
 
 
 def _context_tokens(come: Sequence[ClassLoad]) -> float:
@@ -117,8 +114,7 @@ def _context_tokens(come: Sequence[ClassLoad]) -> float:
 
 def _doubt(slo: SLO) -> str:
     return (
-        f"{slo.name}: of its TPOT target of {slo.tpot_ms:g} ms a step may take {TPOT_SHARE * slo.tpot_ms:.3g} ms, about what"
-        " steps take; routers will let calls of any class in at one moment and none at the next"
+        f"its TPOT target of {slo.tpot_ms:g} ms is about what a step of one sequence alone takes: it may be kept or not"
     )
 
 

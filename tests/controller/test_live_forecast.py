@@ -10,7 +10,6 @@ import pytest
 from baton.errors import Unavailable
 from baton.request import Role
 from baton.slo import SLO
-from router.capacity import TPOT_SHARE
 from router.controller.autoscaler.facts import State
 from router.controller.feasibility import NoForecast, Outlook, Prediction
 from router.controller.live_forecast import MAX_WIDTH, LiveForecast
@@ -151,7 +150,7 @@ async def test_where_nothing_comes_or_the_planner_left_a_scenario_out_there_is_n
             await forecast.predict((CHAT,), (TIGHTER,))
 
 
-async def test_a_tpot_target_at_which_routers_are_in_doubt_about_seats_makes_every_class_unpredictable() -> None:
+async def test_a_class_whose_tpot_target_is_about_a_lone_step_is_not_predicted_and_others_are() -> None:
     step_ms = 1e3 * TERMS.step_s(StepWork(1.0))
     seen = (window("interactive", 10.0), window("batch", 2.0))
 
@@ -161,16 +160,15 @@ async def test_a_tpot_target_at_which_routers_are_in_doubt_about_seats_makes_eve
         return await forecast.predict((before, BULK), (after, BULK))
 
     for share in (0.96, 1.0, 1.04):
-        at_the_edge = replace(CHAT, tpot_ms=share * step_ms / TPOT_SHARE)
-        with pytest.raises(NoForecast, match=r"interactive: of its TPOT target of .* calls of any class"):
-            await asked(CHAT, at_the_edge, *seen)
-        assert "batch" in (await asked(CHAT, at_the_edge, seen[1])).classes, "nobody calls for it"
-    for share in (0.9, 1.1):
-        assert "interactive" in (await asked(CHAT, replace(CHAT, tpot_ms=share * step_ms / TPOT_SHARE), *seen)).classes
+        found = await asked(CHAT, replace(CHAT, tpot_ms=share * step_ms), *seen)
+        assert "one sequence alone" in found.unknown["interactive"]
+        assert found.classes.keys() == {"batch"}, "its calls wait for no target that cannot be kept"
+    for share in (0.9, 1.1, 1 / 0.85):
+        assert "interactive" in (await asked(CHAT, replace(CHAT, tpot_ms=share * step_ms), *seen)).classes
 
     odd = window("interactive", 10.0, met=0.5)
     moved = (await asked(CHAT, TIGHTER, odd)).classes["interactive"].attainment
-    kept = (await asked(replace(CHAT, tpot_ms=step_ms / TPOT_SHARE), TIGHTER, odd)).classes["interactive"].attainment
+    kept = (await asked(replace(CHAT, tpot_ms=step_ms), TIGHTER, odd)).classes["interactive"].attainment
     assert moved < 0.6
     assert kept == pytest.approx(0.90, abs=0.005), "what was measured under such a target is no measure"
 

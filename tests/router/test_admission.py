@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from router.admission import HOLD_S, MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, Bounds, Reason, Turn
 from router.capacity import Lanes, Seats, WorkerLoad
+from router.kept_targets import MEMORY_S
 from router.tenants import OPEN, Tenant
 
 RATE = 1_000.0  # tokens per second of a prefill worker
@@ -387,15 +389,15 @@ def test_nobody_is_displaced_for_a_call_that_is_refused_nevertheless() -> None:
 
 
 def test_running_streams_keep_their_time_per_token() -> None:
-    policy = admission(prefill(rate=math.inf), decode(num_seqs=7, step_s=0.077, per_seq_s=0.01))
-    waits = let_in(policy, turn())  # an eighth would make it 87 ms; of 100 ms 85 may be used
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=7, step_s=0.077, per_seq_s=0.012))
+    waits = let_in(policy, turn())  # an eighth would make it 89 ms; of the 95 ms beyond one alone 85 % may be used
     assert waits.released_s is None
-    policy.observe((prefill(rate=math.inf), decode(num_seqs=6, step_s=0.067, per_seq_s=0.01)), 0.1)
+    policy.observe((prefill(rate=math.inf), decode(num_seqs=6, step_s=0.065, per_seq_s=0.012)), 0.1)
     assert policy.due(0.1)[0] == [waits]
 
 
 def test_a_batch_call_does_not_slow_interactive_streams_down() -> None:
-    slow = decode(num_seqs=7, step_s=0.077, per_seq_s=0.01)
+    slow = decode(num_seqs=7, step_s=0.077, per_seq_s=0.012)
     policy = admission(prefill(rate=math.inf), slow)
     batch = turn(tpot_s=1.0, class_tpot_s=1.0)
     assert let_in(policy, batch).released_s == 0.0  # among its like
@@ -408,6 +410,108 @@ def test_a_batch_call_does_not_slow_interactive_streams_down() -> None:
 def test_a_target_that_nobody_could_keep_is_no_reason_to_wait() -> None:
     policy = admission(prefill(rate=math.inf), decode(num_seqs=3, step_s=0.2, per_seq_s=0.001))
     assert let_in(policy, turn()).released_s == 0.0
+
+
+def test_a_class_whose_target_nobody_could_keep_lifts_no_limit_of_others_and_goes_behind_them() -> None:
+    busy = decode(num_seqs=7, step_s=0.077, per_seq_s=0.012)  # 5 ms alone; of 100 ms a step may take 85.75
+    policy = admission(prefill(rate=math.inf), busy)
+    hopeless = let_in(policy, turn(tpot_s=0.004, class_tpot_s=0.004))
+    assert hopeless.released_s == 0.0
+    first = let_in(policy, turn(ttft_s=3.0))
+    assert first.released_s is None, "its own target and that of who runs still hold"
+    behind = let_in(policy, turn(tpot_s=0.004, class_tpot_s=0.004))
+    policy.observe((prefill(rate=math.inf), replace(busy, num_seqs=6, step_s=0.065)), 0.1)
+    assert policy.due(0.1)[0] == [first]
+    assert behind.band < first.band
+
+
+@pytest.mark.parametrize("tight_s", [0.004, 0.0049, 0.0051, 0.006, 0.01, 0.017])
+def test_whatever_a_class_asks_for_nobody_else_is_kept_waiting_where_that_would_cost_more_than_it_brings(
+    tight_s: float,
+) -> None:
+    """One worker, 5 ms a step alone and 12 ms for each further sequence; nine calls of ten are content with 100 ms."""
+    policy, now_s, running = Admission(bounds()), 0.0, list[Turn]()
+    shed = {tight_s: 0, 0.1: 0}
+    for number in range(300):  # ten a second, each 0.6 s long: six at once
+        now_s += 0.1
+        target_s = tight_s if number % 10 == 0 else 0.1
+        for done in [call for call in running if call.released_s is not None and call.released_s < now_s - 0.6]:
+            running.remove(done)
+            policy.charge(done, 10)
+            policy.leave(done, now_s)
+        num_seqs = sum(call.released_s is not None for call in running)
+        step_s = 0.005 + 0.012 * max(0, num_seqs - 1)
+        policy.observe((prefill(rate=math.inf), decode(num_seqs=num_seqs, step_s=step_s, per_seq_s=0.012)), now_s)
+        _, late = policy.due(now_s)
+        call = turn(since_s=now_s, tpot_s=target_s, class_tpot_s=target_s, ttft_s=0.5, max_tokens=10)
+        refused = [call] if policy.arrive(call, now_s) else []
+        for gone in [*refused, *(who for who, _ in late)]:
+            shed[gone.class_tpot_s] += now_s > 2 * MEMORY_S
+            running = [one for one in running if one is not gone]
+        if call not in refused:
+            running.append(call)
+        for call in running:
+            if call.released_s is not None and call.began_s is None:
+                policy.began(call, now_s)
+    assert shed[0.1] <= 5, "of ninety"
+
+
+def test_seats_come_one_by_one_from_a_lone_sequence_s_step_on() -> None:
+    busy = decode(num_seqs=1, step_s=0.02, per_seq_s=0.001)
+    found = [Seats([busy], tpot_s=1e-4 * tenths, seq_tokens=1_000.0).num_free for tenths in range(150, 400)]
+    assert found == sorted(found)
+    assert max(later - earlier for earlier, later in pairwise(found)) <= 1
+    assert (found[0], found[51], found[-1]) == (0, 0, 16)
+
+
+def test_who_has_no_seat_is_told_how_many_must_end_before_there_is_one() -> None:
+    too_slow = decode(num_seqs=30, step_s=0.049, per_seq_s=0.001)  # 20 ms alone
+    seats = Seats([too_slow], tpot_s=0.03, seq_tokens=1_000.0)  # room for nine
+    assert (seats.num_free, seats.num_seats, seats.num_lacking) == (0, 10, 21)
+    idle = decode("idle", step_s=0.02, per_seq_s=0.001)
+    assert Seats([too_slow, idle], tpot_s=0.03, seq_tokens=1_000.0).num_lacking <= 0
+
+
+def test_where_nothing_decodes_yet_the_wait_is_that_of_a_full_worker_not_of_one_sequence_after_the_other() -> None:
+    policy = admission(prefill(rate=math.inf), decode(max_seqs=50))
+    for _ in range(50):
+        assert let_in(policy, turn()).released_s == 0.0
+    waits = let_in(policy, turn())  # 5 s until one ends, if they were alone; a tenth of that with fifty
+    assert waits.released_s is None
+    for _ in range(12):
+        let_in(policy, turn())
+    shed = policy.arrive(turn(), 0.0)
+    assert shed is not None
+    assert shed.reason is Reason.TTFT
+    assert "the wait for a decode worker would be 1.4 s" in shed.message
+    assert shed.retry_after_s == MIN_RETRY_AFTER_S
+
+
+@pytest.mark.parametrize(("ready", "missing"), [((prefill(),), "decode"), ((decode(),), "prefill"), ((), "prefill")])
+def test_who_waits_in_vain_for_a_kind_of_worker_that_is_away_is_told_which_and_for_how_long(
+    ready: tuple[WorkerLoad, ...], missing: str
+) -> None:
+    policy = admission()
+    _, waits = (let_in(policy, turn(1_500, ttft_s=4.0)) for _ in range(2))
+    policy.observe(ready, 3.0)
+    [(who, shed)] = policy.due(3.0)[1]
+    assert who is waits
+    assert f"no {missing} worker has been ready for 3 s" in shed.message
+    assert MIN_RETRY_AFTER_S <= shed.retry_after_s <= MAX_RETRY_AFTER_S
+    assert shed.retry_after_s >= HOLD_S - 3.0
+
+
+def test_no_forecast_turns_a_call_away_where_nothing_decodes_at_all() -> None:
+    policy = Admission(bounds())
+    policy.observe((prefill(waiting_tokens=100_000),), 0.0)
+    assert let_in(policy, turn()).released_s == 0.0, "placement waits for a decode worker, or says why there is none"
+
+
+def test_slack_is_what_targets_leave_that_can_be_kept() -> None:
+    policy = admission(prefill(rate=math.inf), decode(num_seqs=2, step_s=0.017, per_seq_s=0.012))  # 5 ms alone
+    assert policy.slack("batch", (0.004, 0.1), 0, 0.0).num_free == policy.slack("batch", (0.1,), 0, 0.0).num_free == 5
+    policy.observe((prefill(),), 0.1)
+    assert policy.slack("batch", (0.1,), 0, 0.1).num_free == 0, "nothing decodes"
 
 
 def test_a_call_that_wants_quicker_tokens_than_there_are_is_shed_and_holds_nobody_up() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +17,8 @@ from baton.slo import SLO
 from bench.sim.deployment import Deployment, Layout
 from bench.sim.measures import ClassMeasure
 from bench.sim.simulation import Mix, Simulation
+from bench.tight_target import CHAT as OTHERS
+from bench.tight_target import TIGHT, World, measured
 from bench.traces import TraceRow
 from router.placement import Demand
 from tests.router.test_placement import chosen, decode, prefill
@@ -61,6 +64,16 @@ def test_beyond_capacity_the_higher_classes_hold_and_no_time_goes_to_answers_tha
     assert whole.num_shed > 0, "at its end an answer is worth nothing: who cannot make it is told at once"
     assert attained(whole) > 0.4, "those that are taken make it: served in turn, whoever came, it is 25 %"
     assert attained(whole) > 0.7 * (1 - whole.num_shed / whole.num)
+
+
+def test_a_tpot_target_from_impossible_to_loose_takes_no_other_class_along_and_has_no_cliff() -> None:
+    """A lone sequence's step takes 15.6 ms, and 17.3 with all that come; seats of 0.85 of the target would begin at 18.3 ms."""
+    rows = [measured(World(), tight_ms, seed=1) for tight_ms in (15.0, 17.0, 18.4, 19.0)]
+    for row, looser in pairwise(rows):
+        assert looser.goodput > 0.97 * row.goodput, f"{looser.tight_ms} ms is worse than {row.tight_ms} ms"
+    assert min(row.met[OTHERS] for row in rows) > 0.85
+    assert [row.met[TIGHT] > 0.95 for row in rows] == [False, False, True, True]
+    assert rows[0].shed[TIGHT] < 0.1, "what no load makes late is served where there is room"
 
 
 @pytest.mark.parametrize(("itl_p99_ms", "is_local"), [(0.0, True), (40.0, True), (15.0, False)])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from baton.request import Role
 from baton.slo import SLO
-from router.capacity import TPOT_SHARE
 from router.controller.autoscaler.acts import Create, Drain, Flip, Tune, Undrain, Wake
 from router.controller.autoscaler.autoscaler import Autoscaler, Times
 from router.controller.autoscaler.facts import ClassTraffic, FleetFacts, State, WorkerLoad
+from router.controller.autoscaler.need import PACE_SHARE
 from router.controller.settings import Budget, PoolBounds
 from router.controller.step_model import StepWork, Terms
 from tests.controller.autoscaler.fleets import CHAT, TERMS, chat, facts, fleet, worker
@@ -169,7 +169,7 @@ def test_what_cannot_be_believed_decides_nothing(data: st.DataObject) -> None:
 def room_for(batch: float, prompt: float = 4_000.0, output: float = 1_000.0) -> SLO:
     """A class whose pace leaves room for so many sequences of such calls."""
     tokens = batch * (prompt + output / 2)
-    return SLO("interactive", ttft_ms=4_000.0, tpot_ms=1e3 * TERMS.step_s(StepWork(batch, tokens)) / TPOT_SHARE)
+    return SLO("interactive", ttft_ms=4_000.0, tpot_ms=1e3 * TERMS.step_s(StepWork(batch, tokens)) / PACE_SHARE)
 
 
 def test_steps_that_are_told_one_percent_longer_and_shorter_turn_no_pool_whose_batches_are_small() -> None:
