@@ -30,7 +30,8 @@ from baton.errors import BatonError, ConfigError
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
 MAX_HEADERS_BYTES = 16 << 10  # of headers_file: what gRPC servers take of metadata at most, by default (grpc_types.h)
-_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")  # gRPC's metadata, by its HTTP/2 mapping
+# As gRPC's HTTP/2 mapping has metadata.
+_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
 
 
 class Kind(enum.Enum):
@@ -169,7 +170,7 @@ def _endpoint(endpoint: str) -> SplitResult:
 
 
 def attributes_of(text: str) -> dict[str, str]:
-    """"a=b,c=d" as OTEL_RESOURCE_ATTRIBUTES has it. Raises: ConfigError."""
+    """a=b,c=d, as OTEL_RESOURCE_ATTRIBUTES has it. Raises: ConfigError."""
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
     if any(not (key.strip() and equals) for key, equals, _ in pairs):
         raise _wrong("resource_attributes", "is not name=value, ...")
