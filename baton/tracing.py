@@ -115,6 +115,9 @@ class Tracer:
         """Send what is left, for a few seconds at most. Blocks."""
 
 
+NO_TRACER = Tracer()
+
+
 def open_tracer(config: TracingConfig, part: str, instance: str) -> Tracer:
     """What a process records with; `part`: router or worker, of which routers alone begin traces.
 
@@ -122,7 +125,7 @@ def open_tracer(config: TracingConfig, part: str, instance: str) -> Tracer:
         ConfigError: it cannot be as configured.
     """
     if not config.endpoint:
-        return Tracer()
+        return NO_TRACER
     target = check(config)
     try:
         from baton.otlp import OtlpTracer  # its packages are an extra
