@@ -15,11 +15,12 @@ output, no key, no message of an error. Times are `clock.now_s()`. Event loop on
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import SplitResult, urlsplit
@@ -151,6 +152,22 @@ def check(config: TracingConfig) -> SplitResult:
     if target.scheme == "http" and (config.ca_file or config.certificate_file):
         raise _wrong("endpoint", "certificates are set, but the scheme is http: set https, or no certificates")
     return target
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """For processes that are started by hand; `baton up` has them among all others (cli/options.py)."""
+    parser.add_argument("--otlp-traces-endpoint", metavar="URL", help="http://host:4317 of a collector of traces")
+    parser.add_argument("--trace-sample-ratio", metavar="RATIO", type=float, help="of calls that come without a trace")
+
+
+def from_flags(config: TracingConfig, options: argparse.Namespace) -> TracingConfig:
+    """`config` where no flag was given."""
+    endpoint, ratio = options.otlp_traces_endpoint, options.trace_sample_ratio
+    return replace(
+        config,
+        endpoint=config.endpoint if endpoint is None else endpoint,
+        sample_ratio=config.sample_ratio if ratio is None else ratio,
+    )
 
 
 def _endpoint(endpoint: str) -> SplitResult:
