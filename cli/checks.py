@@ -1,5 +1,5 @@
-"""Looks before anything is started: ports, certificates, the way to a collector of traces, model files, memory, /dev/shm. Each failure is one line that says what
-to do."""
+"""Looks before anything is started: ports, certificates, how traces are sent, model files, memory, /dev/shm. Each failure is one
+line that says what to do."""
 
 from __future__ import annotations
 

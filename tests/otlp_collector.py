@@ -47,12 +47,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     headers: list[dict[str, str]] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # all that came, to be searched for what must not be in it
     port: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)  # exports wait for it
 
     def Export(
         self,
         request: trace_service_pb2.ExportTraceServiceRequest,
         context: grpc.ServicerContext,
     ) -> trace_service_pb2.ExportTraceServiceResponse:
+        assert self.gate.wait(PATIENCE_S)
         self.headers.append({str(key): str(value) for key, value in context.invocation_metadata()})
         self.text.append(str(request))
         for of_resource in request.resource_spans:
@@ -79,8 +81,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 @contextmanager
 def collecting(port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[Collector]:
     collector = Collector()
+    collector.gate.set()
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{port}"
     collector.port = (
         server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -82,11 +83,11 @@ async def rig(files: ModelFiles) -> AsyncIterator[TwoRouters]:
 
 
 @asynccontextmanager
-async def two_routers(files: ModelFiles) -> AsyncIterator[TwoRouters]:
+async def two_routers(files: ModelFiles, **settings: Any) -> AsyncIterator[TwoRouters]:
     workers = await start_parking_pair()
-    async with running_rig(files, workers) as first:
+    async with running_rig(files, workers, **settings) as first:
         rig = TwoRouters(first.front_end, workers, first.channel)
-        config = RouterConfig(http_port=0, grpc_port=0, heartbeat_s=0.1)
+        config = RouterConfig(http_port=0, grpc_port=0, heartbeat_s=0.1, **settings)
         rig.other = FrontEnd(config, files, [worker.address for worker in workers])
         await rig.other.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.other.grpc_port}") as channel:
