@@ -27,9 +27,7 @@ SAMPLED = (("traceparent", f"00-{ID}-{PARENT}-01"),)
 CALL = "text_completion tiny"
 PREFILL = {"queue": {}, "reserve": {}, "compute": {}, "kv_transfer": {}}
 DECODE = {"reserve": {}, "kv_receive": {}, "generate": {}}
-SKEW_NS = (
-    20_000_000  # between two processes' readings of one clock, and of a busy machine's between two readings in one
-)
+SKEW_NS = 500_000_000  # of the dates of two processes on a busy machine; within one the order is exact
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +81,8 @@ async def scripted(
 
 def is_inside(span: Seen, spans: Sequence[Seen]) -> bool:
     [above] = [other for other in spans if other.span_id == span.parent_id]
-    return above.start_ns - SKEW_NS <= span.start_ns <= span.end_ns <= above.end_ns + SKEW_NS
+    skew_ns = 0 if above.instance == span.instance else SKEW_NS
+    return above.start_ns - skew_ns <= span.start_ns <= span.end_ns <= above.end_ns + skew_ns
 
 
 async def test_a_call_that_is_handed_over_is_one_tree_over_router_and_workers(
