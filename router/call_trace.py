@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.request import SamplingParams
 from baton.slo import Verdict
 from baton.timings import Timings
 from baton.tracing import NO_TRACE, Attributes, Span, Tracer
@@ -50,15 +51,9 @@ def say_call(call: Call, tenant: str, outcome: str, verdict: Verdict | None, usa
     """What is known of a call at its end."""
     if not call.span:
         return
-    sampling, reports = call.request.sampling, call.reports
+    reports = call.reports
     said: dict[str, str | int | float | list[str]] = {
-        "gen_ai.request.choice.count": len(reports),
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        **_asked(call.request.sampling, len(reports)),
         "gen_ai.response.id": call.request_id,
         "gen_ai.response.finish_reasons": [report.finish.name.lower() for report in reports],
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -68,21 +63,32 @@ def say_call(call: Call, tenant: str, outcome: str, verdict: Verdict | None, usa
         "baton.slo.class": call.slo.name,
         "baton.outcome": outcome,
         "baton.num_retries": sum(report.num_retries for report in reports),
-        "baton.num_reroutes": sum(report.num_reroutes for report in reports),
-        "baton.queue_ms": timings.queue_ms,
-        "baton.prefill_ms": timings.prefill_ms,
-        "baton.handoff_gap_ms": timings.handoff_gap_ms,
-        "baton.tpot_ms": timings.tpot_ms,
     }
     if timings.ttft_ms:
         said["gen_ai.response.time_to_first_chunk"] = timings.ttft_ms / 1e3
+        said["baton.tpot_ms"] = timings.tpot_ms
+        said["baton.handoff_gap_ms"] = timings.handoff_gap_ms
     if verdict is not None:
         said["baton.slo.verdict"] = verdict
     call.span.set(said)
 
 
+def _asked(sampling: SamplingParams, num_choices: int) -> dict[str, int | float]:
+    """As far as it is not the usual: each attribute costs 2 us, here and where it is sent."""
+    usual = SamplingParams(sampling.max_tokens)
+    asked = {
+        "gen_ai.request.choice.count": (num_choices, 1),
+        "gen_ai.request.temperature": (sampling.temperature, usual.temperature),
+        "gen_ai.request.top_p": (sampling.top_p, usual.top_p),
+        "gen_ai.request.top_k": (sampling.top_k, usual.top_k),
+        "gen_ai.request.frequency_penalty": (sampling.frequency_penalty, usual.frequency_penalty),
+        "gen_ai.request.presence_penalty": (sampling.presence_penalty, usual.presence_penalty),
+    }
+    given = {name: value for name, (value, default) in asked.items() if value != default}
+    return {"gen_ai.request.max_tokens": sampling.max_tokens, **given}
+
+
 def say_place(span: Span, placed: Placed) -> None:
-    """Of a placement, and of the attempt that it is made for."""
     if span:
         plan = placed.plan
         span.set(
@@ -100,7 +106,8 @@ def say_attempt(span: Span, report: SequenceReport, first_token_s: float, num_to
     """`num_tokens` came of it, the first one at `first_token_s`."""
     if span:
         told: Attributes = {"baton.num_tokens": num_tokens}
-        span.set({"baton.decode_worker": report.decode_worker, **told})
+        workers = {"baton.prefill_worker": report.prefill_worker, "baton.decode_worker": report.decode_worker}
+        span.set({**workers, **told})
         if num_tokens:
             span.past("stream", first_token_s, report.last_token_s, told)
 

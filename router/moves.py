@@ -121,7 +121,6 @@ class Sequences:
                 raise
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
         span = job.span.part("attempt", kind=Kind.CLIENT)
-        call_trace.say_place(span, placed)
         request = replace(request, seq=next(self._seqs), trace=span.trace)
         return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s, self._vocab_size, span)
 

@@ -17,6 +17,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from baton.config import TracingConfig
 
+Tree = dict[str, Any]  # names below names
 PATIENCE_S = 20.0  # of a test for what must come; never asserted
 
 
@@ -101,9 +102,9 @@ def one(spans: list[Seen], name: str) -> Seen:
     return found
 
 
-def tree(spans: list[Seen], above: str = "") -> dict[str, Any]:
+def tree(spans: list[Seen], above: str = "") -> Tree:
     """Names below names; who has two children of one name has a list there."""
-    shown: dict[str, Any] = {}
+    shown: Tree = {}
     for span in sorted((s for s in spans if s.parent_id == above), key=lambda s: s.start_ns):
         below = tree(spans, span.span_id)
         if span.name in shown:

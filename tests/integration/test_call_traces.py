@@ -17,7 +17,7 @@ from baton.model_files import load_model_files
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from router.front_end import FrontEnd
 from tests.integration.fleet_rig import Fleet, WorkerProcess, fleet
-from tests.otlp_collector import Collector, Seen, collecting, one, tree
+from tests.otlp_collector import Collector, Seen, Tree, collecting, one, tree
 from tests.router.router_rig import until
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 from tests.worker.scripted_worker import ScriptedWorker, running, worker_config
@@ -25,8 +25,8 @@ from tests.worker.scripted_worker import ScriptedWorker, running, worker_config
 ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{ID}-{PARENT}-01"),)
 CALL = "text_completion tiny"
-PREFILL = {"queue": {}, "reserve": {}, "compute": {}, "kv_transfer": {}}
-DECODE = {"reserve": {}, "kv_receive": {}, "generate": {}}
+PREFILL: Tree = {"queue": {}, "reserve": {}, "compute": {}, "kv_transfer": {}}
+DECODE: Tree = {"reserve": {}, "kv_receive": {}, "generate": {}}
 SKEW_NS = 500_000_000  # of the dates of two processes on a busy machine; within one the order is exact
 
 
@@ -131,7 +131,7 @@ async def test_a_worker_that_does_both_has_one_span_and_a_repeated_prompt_comes_
     async with scripted(tmp_path, collector, ("w0", "both")) as stub:
         for _ in range(2):
             await ask(stub, asking(180, 5), [])
-    local = {"decode": {"queue": {}, "compute": {}, "generate": {}}, "stream": {}}
+    local: Tree = {"decode": {"queue": {}, "compute": {}, "generate": {}}, "stream": {}}
     assert [call["attempt"] for call in tree(collector.spans, PARENT)[CALL]] == [local, local]
     computed = [span.attributes["baton.computed_tokens"] for span in collector.spans if span.name == "compute"]
     assert computed == [180, 4]  # of 16 tokens a block, 11 are whole

@@ -15,7 +15,7 @@ from baton import otlp
 from baton.errors import Overloaded
 from baton.model_files import ModelFiles
 from baton.v1 import serving_pb2, worker_pb2
-from tests.otlp_collector import Collector, Seen, collecting, one, tree
+from tests.otlp_collector import Collector, Seen, Tree, collecting, one, tree
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
 from tests.router.test_router_resume import resumable, two_routers
@@ -24,7 +24,12 @@ ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = (f"00-{ID}-{PARENT}-{flags}" for flags in ("01", "00"))
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "zebra words"}], "max_tokens": 3}
-CALL = {"tokenize": {}, "admission": {}, "placement": {}, "attempt": {"stream": {}}}  # of stubs, which record nothing
+CALL: Tree = {
+    "tokenize": {},
+    "admission": {},
+    "placement": {},
+    "attempt": {"stream": {}},
+}  # of stubs, which record nothing
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +95,9 @@ async def test_calls_of_a_stream_of_calls_are_each_a_span_below_the_stream_s_cal
     files: ModelFiles, collector: Collector
 ) -> None:
     async with traced(files, collector) as rig:
-        stream = rig.stub.Session(metadata=(("traceparent", SAMPLED),))
-        for number in (1, 2):
-            start = serving_pb2.StartCall(call=number, generate=request(max_tokens=2))
-            await stream.write(serving_pb2.SessionCall(start=start))
-        await stream.done_writing()
-        async for _ in stream:
+        starts = [serving_pb2.StartCall(call=number, generate=request(max_tokens=2)) for number in (1, 2)]
+        calls = iter([serving_pb2.SessionCall(start=start) for start in starts])
+        async for _ in rig.stub.Session(calls, metadata=(("traceparent", SAMPLED),)):
             pass
     assert tree(collector.spans, PARENT) == {"text_completion tiny": [CALL, CALL]}
 
