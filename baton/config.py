@@ -93,7 +93,10 @@ class TracingConfig:
     """Traces of calls, sent to an OpenTelemetry collector (docs/tracing.md)."""
 
     endpoint: str = ""  # of OTLP over gRPC: http://host:port, or https:// with TLS; "" = nothing is traced
-    sample_ratio: float = 1.0  # of calls that come without a trace; others are sampled as their callers said
+    callers: str = (
+        "join"  # join: calls go on with their callers' traces | link: they only name those, and begin their own
+    )
+    sample_ratio: float = 1.0  # of calls that begin a trace; those that join one are sampled as their callers said
     service_name: str = "baton"  # service.name is this and -router or -worker
     resource_attributes: str = ""  # more of them: name=value,... as OTEL_RESOURCE_ATTRIBUTES has them
     headers_file: str = ""  # of each export, a secret: name=value, one a line

@@ -124,6 +124,7 @@ _LIMITS: Mapping[str, Limit] = {
     "emulation.flip_s": _DELAY,
     "emulation.failure_mean_s": Limit("0 = workers never die", 0, 31_536_000),
     "emulation.failure_seed": Limit("seeds are whole numbers from 0", 0),
+    "tracing.callers": Limit("what becomes of callers' traces", choices=tracing.CALLERS),
     "tracing.sample_ratio": Limit("a part of all calls", 0, 1),
     "router.http_port": _PORT,
     "router.grpc_port": _PORT,

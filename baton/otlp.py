@@ -4,8 +4,8 @@
     SDK's thread    takes them out, batch by batch, and sends them
 
 Nobody waits for the collector. While it is away the queue keeps the newest spans; one line in the log says so, and one that it
-is back. `close` gives what is left CLOSE_S. Two things are the whole process's: the SDK's own log is silenced, as it writes a line per
-batch, and threads change over sooner.
+is back. `close` gives what is left CLOSE_S. Two things are the whole process's: the SDK's own log is silenced, as it writes a
+line per batch, and threads change over sooner.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class OtlpTracer(Tracer):
         logging.getLogger("opentelemetry").setLevel(_LAST_LEVEL)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._exporter = _NotingExporter(_exporter(config, target, headers), target.netloc)
-        # Workers record what a router records: ratio 0 begins no trace.
-        sampler = ParentBased(TraceIdRatioBased(config.sample_ratio if part == "router" else 0.0))
+        is_router = part == "router"  # a worker records what its router records: ratio 0 begins no trace
+        self._joins = not is_router or config.callers == "join"
+        sampler = ParentBased(TraceIdRatioBased(config.sample_ratio if is_router else 0.0))
         self._provider = TracerProvider(
             sampler, _resource(config, part, instance), shutdown_on_exit=False
         )  # fmt: skip
@@ -77,9 +78,10 @@ class OtlpTracer(Tracer):
 
     def begin(self, name: str, trace: Trace, start_s: float, came_from: Trace = NO_TRACE) -> Span:
         moment = _Moment()
-        links = [Link(remote)] if (remote := _remote(came_from)).is_valid else None
+        above, named = (trace, (came_from,)) if self._joins else (NO_TRACE, (trace, came_from))
+        links = [Link(remote) for one in named if (remote := _remote(one)).is_valid]
         begun = self._tracer.start_span(
-            name, _context(trace), SpanKind.SERVER, links=links, start_time=moment.unix_ns(start_s)
+            name, _context(above), SpanKind.SERVER, links=links, start_time=moment.unix_ns(start_s)
         )  # fmt: skip
         return _Recorded(self._tracer, begun, moment) if begun.is_recording() else NO_SPAN
 

@@ -30,6 +30,7 @@ from baton.errors import BatonError, ConfigError
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
+CALLERS = ("join", "link")
 MAX_HEADERS_BYTES = 16 << 10  # of headers_file: what gRPC servers take of metadata at most, by default (grpc_types.h)
 # As gRPC's HTTP/2 mapping has metadata.
 _HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
@@ -109,7 +110,7 @@ class Tracer:
     """One that records nothing."""
 
     def begin(self, name: str, trace: Trace, start_s: float, came_from: Trace = NO_TRACE) -> Span:
-        """The first span of a call in this process, below `trace`; `came_from`: another trace that it goes on with."""
+        """The first span of a call in this process, below `trace`; `came_from`: another trace, which it only names."""
         return NO_SPAN
 
     def close(self) -> None:
@@ -146,6 +147,8 @@ def check(config: TracingConfig) -> SplitResult:
     target = _endpoint(config.endpoint)
     if config.endpoint and not 0.0 <= config.sample_ratio <= 1.0:
         raise _wrong("sample_ratio", f"{config.sample_ratio:g} is not between 0 and 1")
+    if config.callers not in CALLERS:
+        raise _wrong("callers", f"{config.callers!r} is neither join nor link")
     attributes_of(config.resource_attributes)
     if bool(config.certificate_file) is not bool(config.key_file):
         raise _wrong("certificate_file", "a certificate and its key go together: set tracing.key_file, too, or neither")

@@ -226,7 +226,7 @@ def _tracing(ratio: float | None) -> Iterator[TracingConfig]:
         return
     sink = Child("trace sink", "bench.trace_sink")
     try:
-        yield TracingConfig(f"http://{HOST}:{sink.hear(int, ANSWER_S)}", ratio)
+        yield TracingConfig(f"http://{HOST}:{sink.hear(int, ANSWER_S)}", sample_ratio=ratio)
     finally:
         sink.close()
 

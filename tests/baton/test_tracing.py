@@ -195,6 +195,23 @@ def test_the_ratio_is_of_calls_without_a_trace_and_callers_decide_on_theirs(coll
         tracer.close()
 
 
+def test_callers_who_are_only_linked_to_neither_choose_the_trace_nor_whether_it_is_sampled(
+    collector: Collector,
+) -> None:
+    tracers = {
+        ratio: open_tracer(collector.config(sample_ratio=ratio, callers="link"), "router", "r") for ratio in (0, 1)
+    }
+    assert begun(tracers[0], SAMPLED) == ""
+    assert begun(tracers[1], UNSAMPLED, "vendor=1") not in ("", ID)
+    for tracer in tracers.values():
+        tracer.close()
+    [span] = collector.wait("call")
+    assert (span.parent_id, span.state, span.links) == ("", "", (ID,))
+    worker = open_tracer(collector.config(callers="link"), "worker", "w")
+    assert begun(worker, SAMPLED) == ID  # that is of its router's
+    worker.close()
+
+
 def test_a_worker_begins_no_trace(collector: Collector) -> None:
     tracer = open_tracer(collector.config(), "worker", "w")
     assert begun(tracer) == ""
@@ -335,6 +352,7 @@ def test_a_collector_that_never_answers_holds_up_neither_calls_nor_the_end(
         ({"endpoint": "http://me:s3cret@c:4317"}, "endpoint", "headers_file"),
         ({"endpoint": "http://c:4317", "sample_ratio": 1.5}, "sample_ratio", "1.5 is not between 0 and 1"),
         ({"endpoint": "http://c:4317", "sample_ratio": float("nan")}, "sample_ratio", "nan is not between"),
+        ({"endpoint": "http://c:4317", "callers": "trust"}, "callers", "neither join nor link"),
         ({"endpoint": "http://c:4317", "ca_file": "x"}, "endpoint", "the scheme is http"),
         ({"endpoint": "https://c:4317", "key_file": "x"}, "certificate_file", "go together"),
         ({"endpoint": "https://c:4317", "ca_file": "/nowhere/ca"}, "ca_file", "cannot read /nowhere/ca"),
@@ -366,7 +384,8 @@ def test_a_header_that_is_none_is_named_by_its_line_alone(tmp_path: Path) -> Non
 def test_the_cluster_s_settings_are_the_router_s_and_the_standard_s_variable_is_one_of_their_sources() -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}
     loaded = load(None, environ, {"tracing.sample_ratio": ("--trace-sample-ratio", 0.5)})
-    assert loaded.config.tracing == loaded.config.router.tracing == TracingConfig("http://a:4317", 0.5)
+    wanted = TracingConfig("http://a:4317", sample_ratio=0.5)
+    assert loaded.config.tracing == loaded.config.router.tracing == wanted
     assert loaded.origins["tracing.endpoint"] == "env OTEL_EXPORTER_OTLP_ENDPOINT"
     environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = "http://b:4317"
     assert load(None, environ, {}).config.tracing.endpoint == "http://b:4317"

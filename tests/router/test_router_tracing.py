@@ -18,7 +18,7 @@ from baton.v1 import serving_pb2, worker_pb2
 from tests.otlp_collector import Collector, Seen, Tree, collecting, one, tree
 from tests.router.router_rig import Rig, request, running_rig, until
 from tests.router.stub_worker import StubWorker, start_pair
-from tests.router.test_router_resume import resumable, two_routers
+from tests.router.two_routers import resumable, two_routers
 
 ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = (f"00-{ID}-{PARENT}-{flags}" for flags in ("01", "00"))

@@ -7,6 +7,7 @@
 {{- $attributes := list -}}
 {{- range $name, $value := .resourceAttributes }}{{ $attributes = append $attributes (printf "%s=%s" $name $value) }}{{ end -}}
 endpoint: {{ .endpoint | quote }}
+callers: {{ .callers }}
 sample_ratio: {{ .sampleRatio }}
 service_name: {{ .serviceName | quote }}
 resource_attributes: {{ join "," $attributes | quote }}
