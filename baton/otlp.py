@@ -38,7 +38,7 @@ from baton.tracing import NO_SPAN, NO_TRACE, NOTHING, Attributes, Kind, Span, Tr
 log = get_log("tracing")
 
 MAX_SPANS = 4_096  # that wait to be sent, some 2 KB each: 8 MB; SDK's default is 2,048, of smaller ones
-BATCH_SPANS = 128  # written to protobuf in one go, which holds the interpreter; measured: docs/tracing.md
+BATCH_SPANS = 128  # 5 ms of the SDK's thread, measured: docs/tracing.md
 PAUSE_MS = 1_000  # between two looks at a queue that is not full: what a killed process loses
 EXPORT_S = 5.0  # that a batch is tried for; the SDK's default of 10 s would lose more of what comes meanwhile
 CLOSE_S = 2.0  # below the 3 s that the controller gives a worker to stop (router/controller/pools.py)

@@ -74,7 +74,7 @@ def say_call(call: Call, tenant: str, outcome: str, verdict: Verdict | None, usa
 
 
 def _asked(sampling: SamplingParams, num_choices: int) -> dict[str, int | float]:
-    """As far as it is not the usual: each attribute costs 2 us, here and where it is sent."""
+    """As far as it is not the usual: each attribute costs some 2 us here and 3 where it is written."""
     usual = SamplingParams(sampling.max_tokens)
     asked = {
         "gen_ai.request.choice.count": (num_choices, 1),
