@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from baton import otlp
-from baton.config import EngineConfig, RouterConfig, WorkerConfig
+from baton.config import EmulationConfig, ModelConfig, RouterConfig, WorkerConfig
 from baton.model_files import load_model_files
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from router.front_end import FrontEnd
@@ -27,6 +27,7 @@ SAMPLED = (("traceparent", f"00-{ID}-{PARENT}-01"),)
 CALL = "text_completion tiny"
 PREFILL: Tree = {"queue": {}, "reserve": {}, "compute": {}, "kv_transfer": {}}
 DECODE: Tree = {"reserve": {}, "kv_receive": {}, "generate": {}}
+NUM_TOKENS = 200  # over a second of them
 SKEW_NS = 500_000_000  # of the dates of two processes on a busy machine; within one the order is exact
 
 
@@ -145,9 +146,14 @@ async def test_one_token_needs_no_decode_worker_and_has_no_span_of_one(tmp_path:
     assert one(collector.spans, "prefill").attributes["baton.outcome"] == "finished"
 
 
-def config_of(worker_id: str, role: str, collector: Collector) -> WorkerConfig:
+def emulated(worker_id: str, role: str, model: Path, collector: Collector) -> WorkerConfig:
+    """One that decodes at the pace of a GPU, so that there is a mid-stream."""
     return WorkerConfig(
-        worker_id, role=role, engine=EngineConfig(num_blocks=256, chunk_tokens=64), tracing=collector.config()
+        worker_id,
+        role=role,
+        model=ModelConfig(path=str(model)),
+        emulation=EmulationConfig(gpu="h100"),
+        tracing=collector.config(),
     )
 
 
@@ -155,10 +161,10 @@ async def test_a_decode_worker_that_is_killed_in_mid_stream_is_an_event_and_anot
     tmp_path: Path, collector: Collector
 ) -> None:
     """Processes of their own, KV over UCX. What the dead one had recorded is lost with it."""
-    model = make_tiny_model(tmp_path / "tiny", max_model_len=4_096)
+    model = make_tiny_model(tmp_path / "tiny")
     roles = (("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
-    configs = [config_of(*names, collector) for names in roles]
-    prefill, *decoders = workers = [WorkerProcess(config, tmp_path, "tests.soak.soak_worker") for config in configs]
+    configs = [emulated(*names, model, collector) for names in roles]
+    prefill, *decoders = workers = [WorkerProcess(config, tmp_path) for config in configs]
     try:
         for worker in workers:
             await asyncio.to_thread(worker.wait_ready)
@@ -188,12 +194,12 @@ async def _answer_with_a_death(cluster: Fleet, decoders: Sequence[WorkerProcess]
     for worker in decoders:
         await cluster.until_link("p0", worker.worker_id, "ready")
     tokens: list[int] = []
-    answering = asyncio.create_task(ask(cluster.stub, asking(100, 1_500), tokens))
+    answering = asyncio.create_task(ask(cluster.stub, asking(100, NUM_TOKENS), tokens))
     await until(lambda: len(tokens) >= 5, "a stream")
     serving = {e.worker_id for e in cluster.front_end.fleet.endpoints if e.num_inflight} & {"d0", "d1"}
     [dead] = [worker for worker in decoders if worker.worker_id in serving]
     dead.process.kill()
     done = await answering
-    assert len(tokens) == done.usage.completion_tokens == 1_500
+    assert len(tokens) == done.usage.completion_tokens == NUM_TOKENS
     [other] = {"d0", "d1"} - {dead.worker_id}
     return dead.worker_id, other
