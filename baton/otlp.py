@@ -5,7 +5,7 @@
 
 Nobody waits for the collector. While it is away the queue keeps the newest spans; one line in the log says so, and one that it
 is back. `close` gives what is left CLOSE_S. Two things are the whole process's: the SDK's own log is silenced, as it writes a
-line per batch, and threads change over sooner.
+line per batch, and a router's threads change over sooner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ BATCH_SPANS = 128  # 5 ms of the SDK's thread, measured: docs/tracing.md
 PAUSE_MS = 1_000  # between two looks at a queue that is not full: what a killed process loses
 EXPORT_S = 5.0  # that a batch is tried for; the SDK's default of 10 s would lose more of what comes meanwhile
 CLOSE_S = 2.0  # below the 3 s that the controller gives a worker to stop (router/controller/pools.py)
-SWITCH_INTERVAL_S = 0.0005  # for which the SDK's thread may keep the loop waiting; Python's default is 0.005
+# For which the SDK's thread may keep a router's loop waiting; Python's default is 0.005. Workers have one of their own
+SWITCH_INTERVAL_S = 0.0005
 MAX_PEM_BYTES = 1 << 20  # the system's own bundle of authorities has 0.2 MB
 
 _W3C = TraceContextTextMapPropagator()  # ignores what is malformed or over-long, as the standard asks; knows no baggage
@@ -63,9 +64,10 @@ class OtlpTracer(Tracer):
     ) -> None:
         """`target`: config.endpoint, checked. Raises: ConfigError: a certificate cannot be read."""
         logging.getLogger("opentelemetry").setLevel(_LAST_LEVEL)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._exporter = _NotingExporter(_exporter(config, target, headers), target.netloc)
         is_router = part == "router"  # a worker records what its router records: ratio 0 begins no trace
+        if is_router:
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._joins = not is_router or config.callers == "join"
         sampler = ParentBased(TraceIdRatioBased(config.sample_ratio if is_router else 0.0))
         self._provider = TracerProvider(
