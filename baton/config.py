@@ -89,6 +89,23 @@ class EmulationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Traces of calls, sent to an OpenTelemetry collector (docs/tracing.md)."""
+
+    endpoint: str = ""  # of OTLP over gRPC: http://host:port, or https:// with TLS; "" = nothing is traced
+    callers: str = (
+        "join"  # join: calls go on with their callers' traces | link: they only name those, and begin their own
+    )
+    sample_ratio: float = 1.0  # of calls that begin a trace; those that join one are sampled as their callers said
+    service_name: str = "baton"  # service.name is this and -router or -worker
+    resource_attributes: str = ""  # more of them: name=value,... as OTEL_RESOURCE_ATTRIBUTES has them
+    headers_file: str = ""  # of each export, a secret: name=value, one a line
+    ca_file: str = ""  # PEM, of who signed the collector's certificate; "" = the system's
+    certificate_file: str = ""  # PEM, where the collector asks for one; with key_file
+    key_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker process."""
 
@@ -115,6 +132,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     log_level: str = "info"
 
 
@@ -200,6 +218,7 @@ class RouterConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     log_level: str = "info"
 
 
@@ -296,6 +315,7 @@ class ClusterConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     kv: KVTransferConfig = field(default_factory=KVTransferConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)

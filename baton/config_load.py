@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
+from baton import tracing
 from baton.config import KV_DTYPE_ALIASES, MAX_FRAME_BYTES, MAX_NUM_SLOTS, ClusterConfig, EmulationConfig
 from baton.database_url import without_password
 from baton.errors import ConfigError
@@ -38,8 +39,13 @@ _MAP = "kv.ucx"  # the one setting that is a map of names to text
 _UCX_NAME = re.compile(r"(?!UCX_)[A-Z][A-Z0-9_]*")
 _UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # options that have a setting of their own
 _UCX_BOOLS = {True: "y", False: "n"}
-# From `model.`, `tls_dir` and `controller.database`, so that the parts cannot disagree.
-_DERIVED = ("router.model.", "router.tls_dir", "router.batch.database")
+# From `model.`, `tracing.`, `tls_dir` and `controller.database`, so that the parts cannot disagree.
+_DERIVED = ("router.model.", "router.tracing.", "router.tls_dir", "router.batch.database")
+# OpenTelemetry's own names for a setting of ours, the later the stronger; its other variables are the SDK's to read.
+_OTEL_ENV = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "tracing.endpoint",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "tracing.endpoint",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ _LIMITS: Mapping[str, Limit] = {
     "emulation.flip_s": _DELAY,
     "emulation.failure_mean_s": Limit("0 = workers never die", 0, 31_536_000),
     "emulation.failure_seed": Limit("seeds are whole numbers from 0", 0),
+    "tracing.callers": Limit("what becomes of callers' traces", choices=tracing.CALLERS),
+    "tracing.sample_ratio": Limit("a part of all calls", 0, 1),
     "router.http_port": _PORT,
     "router.grpc_port": _PORT,
     "router.processes": Limit("each takes a core when busy", 1, 64),
@@ -229,7 +237,9 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, tupl
         values[path] = value
         origins[path] = setting.origin
     cluster = _build(ClusterConfig, _nested(values))
-    router = dataclasses.replace(cluster.router, model=cluster.model, tls_dir=cluster.tls_dir_of("router"))
+    router = dataclasses.replace(
+        cluster.router, model=cluster.model, tracing=cluster.tracing, tls_dir=cluster.tls_dir_of("router")
+    )
     cluster = dataclasses.replace(cluster, router=router)
     _check_together(cluster)
     return Loaded(cluster, origins)
@@ -271,6 +281,9 @@ def _from_file(file: Path | None) -> Iterator[Setting]:
 
 
 def _from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
+    for name, path in _OTEL_ENV.items():
+        if value := environ.get(name):
+            yield Setting(path, value, f"env {name}", text=True)
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
@@ -412,6 +425,7 @@ def _check_together(cluster: ClusterConfig) -> None:
         )
     _check_decode_dtype(cluster)
     _check_emulation(cluster.emulation)
+    tracing.check(cluster.tracing)
     if cluster.router.time_scale not in (1, cluster.emulation.time_scale):
         raise ConfigError(
             f"router.time_scale = {cluster.router.time_scale:g}: all of a cluster goes by one clock; set emulation.time_scale",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from baton.tracing import NO_TRACE, Trace
+
 MAX_LOGPROBS = 20  # OpenAI chat API: top_logprobs is at most 20
 
 
@@ -75,6 +77,7 @@ class Request:
     tenant_salt: bytes = b""
     request_id: str = ""
     resumption: Resumption | None = None  # None: nothing is kept for a client that comes back
+    trace: Trace = NO_TRACE  # what its workers' spans are below
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.errors import BatonError, InvalidRequest, error_from_code
 from baton.kv_layout import KVLayout
 from baton.request import Request, Resumption, SamplingParams
+from baton.tracing import NO_TRACE, Trace
 from baton.v1 import kv_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -39,6 +40,8 @@ def request_to_pb(request: Request) -> worker_pb2.Request:
         request_id=request.request_id,
         num_output_tokens=request.num_output_tokens,
         resumption=_resumption_to_pb(request.resumption) if request.resumption is not None else None,
+        traceparent=request.trace.parent,
+        tracestate=request.trace.state,
     )
 
 
@@ -95,6 +98,7 @@ def request_from_pb(message: worker_pb2.Request) -> Request:
         tenant_salt=message.tenant_salt,
         request_id=message.request_id,
         resumption=_resumption_from_pb(message.resumption) if message.HasField("resumption") else None,
+        trace=Trace(message.traceparent, message.tracestate) if message.traceparent else NO_TRACE,
     )
     if request.num_tokens_left < 1:
         raise InvalidRequest("max_tokens leaves nothing to generate; the limit is at least 1", field="max_tokens")

@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--endpoints", type=positive_int, default=USUAL.num_endpoints, help="workers with a Session (%(default)s)")
     add("--processes", type=numbers, default=(1,), help="router processes, e.g. 1,2 (1)")
     add("--model", default=USUAL.model, help="whose tokenizer the router uses (%(default)s)")
+    add("--trace-ratio", type=ratio, help="of calls whose spans go to a collector (tracing is off)")
     add("--peers", type=names, default=(), help=f"other routers to run beside: {','.join(PEERS)}")
     add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has them (this one)")
     add("--json", type=Path, help="write the result to this file")
@@ -83,7 +84,14 @@ def check(args: argparse.Namespace) -> None:
 
 def features(args: argparse.Namespace) -> Features:
     own = min(USUAL.num_prefill, max(1, args.endpoints // 2))
-    return replace(USUAL, num_endpoints=max(2, args.endpoints), num_prefill=own, num_decode=own, model=args.model)
+    return replace(
+        USUAL,
+        num_endpoints=max(2, args.endpoints),
+        num_prefill=own,
+        num_decode=own,
+        model=args.model,
+        trace_ratio=args.trace_ratio,
+    )
 
 
 def measure(args: argparse.Namespace, effort: Effort, progress: Progress) -> tuple[list[RouterRun], list[PeerRun]]:
@@ -107,6 +115,13 @@ def measure(args: argparse.Namespace, effort: Effort, progress: Progress) -> tup
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(positive_int(part) for part in text.split(","))
+
+
+def ratio(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.config import ModelConfig, RouterConfig
+from baton.config import ModelConfig, RouterConfig, TracingConfig
 from baton.config_load import to_json
 from bench.child import STOP_TIMEOUT_S, Child, ChildError, die_with_parent, python_path
 from bench.router_bench_messages import (
@@ -69,6 +69,7 @@ class Features:
     prompt_tokens: int = 32
     num_processes: int = 1
     model: str = "smollm2"
+    trace_ratio: float | None = None  # of calls whose spans are sent to a collector; None = tracing is off
 
 
 class RouterProcess:
@@ -218,6 +219,19 @@ def write_keys(keys: Sequence[str], path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def _tracing(ratio: float | None) -> Iterator[TracingConfig]:
+    """Raises: ChildError: the collector did not start."""
+    if ratio is None:
+        yield TracingConfig()
+        return
+    sink = Child("trace sink", "bench.trace_sink")
+    try:
+        yield TracingConfig(f"http://{HOST}:{sink.hear(int, ANSWER_S)}", sample_ratio=ratio)
+    finally:
+        sink.close()
+
+
+@contextlib.contextmanager
 def running_rig(features: Features) -> Iterator[Rig]:
     """Start fleet and router; return when every endpoint has its Session.
 
@@ -237,7 +251,7 @@ def running_rig(features: Features) -> Iterator[Rig]:
         config = RouterConfig(
             host=HOST, http_port=0, grpc_port=0, control_address=started.control_address, max_inflight=MAX_INFLIGHT,
             max_queued=MAX_INFLIGHT, api_keys_file=str(write_keys(keys, folder / "keys.json")),
-            model=ModelConfig(path=features.model),
+            model=ModelConfig(path=features.model), tracing=stack.enter_context(_tracing(features.trace_ratio)),
         )  # fmt: skip
         began_s = time.monotonic()
         routers = stack.enter_context(running_routers(config, features.num_processes, folder))

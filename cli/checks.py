@@ -1,5 +1,5 @@
-"""Looks before anything is started: ports, certificates, model files, memory, /dev/shm. Each failure is one line that says what
-to do."""
+"""Looks before anything is started: ports, certificates, how traces are sent, model files, memory, /dev/shm. Each failure is one
+line that says what to do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from baton.memory import available_memory_bytes
 from baton.model_files import load_model_files
 from baton.model_spec import ModelSpec
 from baton.peer_trust import Part, PeerTrust
+from baton.tracing import open_tracer
 from cli.ports import listener_pid
 from cli.processes import process_name
 from engine.emulated_model import emulated_model
@@ -44,6 +45,7 @@ def check_all(config: ClusterConfig) -> ModelSpec:
         check_port(port, what, flag)
     for part in Part:
         PeerTrust(config.tls_dir_of(part), part)
+    open_tracer(config.tracing, "router", "check").close()
     spec = load_model_files(config.model.path).spec
     check_context(config, spec)
     check_memory(config, spec, available_memory_bytes())

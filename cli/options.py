@@ -56,6 +56,8 @@ FLAGS = (
     Flag("--mode", "controller.mode", str, "of the autoscaler: auto, advisory, frozen; see --autoscale"),
     Flag("--max-gpus", "controller.max_gpus", int, "that all pools together may take; 0 = as the database has it"),
     Flag("--standby", "controller.standby", int, "workers that are up and wait until they are needed"),
+    Flag("--otlp-traces-endpoint", "tracing.endpoint", str, "http://host:4317 of a collector of traces"),
+    Flag("--trace-sample-ratio", "tracing.sample_ratio", float, "of calls that come without a trace"),
     Flag("--drain-s", "router.drain_s", float, "longest wait for running calls at the end"),
 )
 

@@ -16,9 +16,6 @@ event loop; never blocks.
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 from baton.config import WorkerConfig
 from baton.errors import (
     BatonError,
@@ -33,33 +30,13 @@ from baton.request import FinishReason, Request
 from baton.request import Role as RoleKind
 from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import error_to_pb, request_from_pb
+from decode_worker import decode_trace
+from decode_worker.decode import Decode, State
 from engine.ports import Reservation, SequenceEnded, SequenceStats, StepResult
 from kv_transfer.events import Committed, IncomingClosed, Incomplete, KVEvent
 from worker.block_lender import BlockLender
 from worker.role import Ports, PullSource
 from worker.tombstones import Tombstones
-
-
-class State(enum.IntEnum):
-    RESERVING = 1
-    GRANTED = 2
-    RUNNING = 3
-    CLOSING = 4
-
-
-@dataclass(slots=True)
-class Decode:
-    """One sequence. Times are the worker's monotonic clock, seconds."""
-
-    request: Request
-    peer: str  # link key of the prefill worker; "" = local
-    deadline_s: float
-    renewed_s: float
-    state: State
-    generation: int = 0
-    ticket: kv_pb2.Ticket | None = None  # as granted
-    in_plane: bool = False  # the KV plane may write the blocks
-    first_token: int = 0
 
 
 class DecodeRole:
@@ -88,7 +65,8 @@ class DecodeRole:
         if refusal is not None:
             self._ports.sessions.refused(request.seq, refusal)
             return
-        self._open[request.seq] = Decode(request, "", deadline_s, self._ports.now_s(), State.RUNNING)
+        now_s = self._ports.now_s()
+        self._open[request.seq] = Decode(request, "", now_s, deadline_s, now_s, State.RUNNING)
         self._ports.engine.add(request, prefill_only=False)
 
     def on_cancel(self, seq: int) -> bool:
@@ -159,13 +137,14 @@ class DecodeRole:
             self._ports.links.send(peer, kv_pb2.LinkMessage(reserve_refused=refused))
             return
         now_s = self._ports.now_s()
-        self._open[seq] = Decode(request, peer, now_s + reserve.ttl_ms / 1_000, now_s, State.RESERVING)
+        self._open[seq] = Decode(request, peer, now_s, now_s + reserve.ttl_ms / 1_000, now_s, State.RESERVING)
         self._ports.engine.reserve(request)
 
     def _grant(self, decode: Decode, reservation: Reservation) -> None:
         self._last_generation += 1
         decode.generation = self._last_generation
         decode.state = State.GRANTED
+        decode.granted_s = self._ports.now_s()
         decode.in_plane = True
         self._ports.kv.open_incoming(
             decode.peer,
@@ -174,7 +153,7 @@ class DecodeRole:
             reservation.block_ids,
             reservation.num_leading_blocks,
             # The role watches lease and deadline; the plane's own time limit is the backstop behind both.
-            max(0.0, decode.deadline_s - self._ports.now_s()) + self._lease_s,
+            max(0.0, decode.deadline_s - decode.granted_s) + self._lease_s,
         )
         decode.ticket = kv_pb2.Ticket(
             seq=reservation.seq,
@@ -217,7 +196,7 @@ class DecodeRole:
             error = TransferFailed("the ticket is spent, stale or unknown")
             self._send_ticket_lost(peer, commit.seq, commit.generation, error)
             return
-        decode.first_token = commit.first_token
+        decode.first_token, decode.nbytes = commit.first_token, commit.nbytes
         self._ports.kv.commit_incoming(commit.seq, commit.generation, commit.num_frames, commit.nbytes)
 
     # --- the KV plane ---
@@ -246,6 +225,7 @@ class DecodeRole:
             self._forget(decode)
             return
         decode.state = State.RUNNING
+        decode.adopted_s = self._ports.now_s()
         self._ports.engine.adopt(event.seq, decode.first_token)
         self._send_ack(decode)
 
@@ -256,6 +236,7 @@ class DecodeRole:
         if decode.state is not State.CLOSING:
             error = TransferFailed(f"KV transfer ended early: {reason}")
             self._send_ticket_lost(decode.peer, decode.request.seq, decode.generation, error)
+            self._trace(decode, "given_up", error)
         self._forget(decode)
 
     # --- the engine ---
@@ -292,7 +273,7 @@ class DecodeRole:
             if decode.peer == peer and decode.state in (State.RESERVING, State.GRANTED):
                 lost = TransferFailed(f"the link to the prefill worker broke: {error.message}")
                 self._ports.sessions.refused(decode.request.seq, lost)
-                self._close(decode)
+                self._close(decode, lost)
         self._lender.on_link_lost(peer)
 
     def live_tickets(self, peer: str) -> list[kv_pb2.LiveTicket]:
@@ -341,6 +322,7 @@ class DecodeRole:
             ),
         )
         self._ports.sessions.ended(message)
+        self._trace(decode, worker_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower(), error, stats)
         self._ended.add(decode.request.seq, self._ports.now_s())
         self._forget(decode)
 
@@ -353,15 +335,23 @@ class DecodeRole:
         else:
             refused = kv_pb2.ReserveRefused(seq=decode.request.seq, error=error_to_pb(error))
             self._ports.links.send(decode.peer, kv_pb2.LinkMessage(reserve_refused=refused))
-        self._close(decode)
+        self._close(decode, error)
 
-    def _close(self, decode: Decode) -> None:
-        """Stop writes into the ticket's blocks, then drop them."""
+    def _close(self, decode: Decode, error: BatonError | None = None) -> None:
+        """Stop writes into the ticket's blocks, then drop them. `error`: why, where nobody asked for it."""
+        if decode.state is not State.CLOSING:
+            self._trace(decode, "given_up", error)
         decode.state = State.CLOSING
         if decode.in_plane:
             self._ports.kv.close_incoming(decode.request.seq)
         else:
             self._forget(decode)
+
+    def _trace(
+        self, decode: Decode, outcome: str, error: BatonError | None, stats: SequenceStats | None = None
+    ) -> None:
+        now_s = self._ports.now_s()
+        decode_trace.tell(self._ports.tracer, decode, outcome, error, stats or SequenceStats(), now_s)
 
     def _forget(self, decode: Decode) -> None:
         self._ports.engine.drop(decode.request.seq)

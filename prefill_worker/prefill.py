@@ -54,6 +54,8 @@ class Prefill:
     num_resends: int = 0
     nbytes: int = 0
     pulled: Pulled = field(default_factory=Pulled)
+    pull_ended_s: float = 0.0
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # when, and tokens computed by then; of traced ones
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property

@@ -47,6 +47,7 @@ from baton.wire import error_from_pb, error_to_pb, request_to_pb
 from engine.ports import ChunkDone, PrefillEnded, StepResult
 from kv_transfer.events import KVEvent, OutgoingClosed, Shipped
 from kv_transfer.failure import FailureReason
+from prefill_worker import prefill_trace
 from prefill_worker.prefill import Prefill, State
 from prefill_worker.prefill_queue import Queued, Underway, next_to_reserve
 from worker.block_puller import BlockPuller, Pulled
@@ -213,7 +214,7 @@ class PrefillRole:
 
     def _on_pulled(self, seq: int, pulled: Pulled) -> None:
         prefill = self._open[seq]
-        prefill.pulled = pulled
+        prefill.pulled, prefill.pull_ended_s = pulled, self._ports.now_s()
         self._compute(prefill)
 
     def _compute(self, prefill: Prefill) -> None:
@@ -258,6 +259,8 @@ class PrefillRole:
             return
         prefill.block_ids = chunk.block_ids
         prefill.num_computed_tokens = chunk.num_computed_tokens
+        if prefill.request.trace:
+            prefill.chunks.append((self._ports.now_s(), chunk.num_computed_tokens))
         self._reserve_late(prefill)
         self._ship_ready(prefill)
 
@@ -512,13 +515,15 @@ class PrefillRole:
         if prefill.state is State.CLOSING:
             return
         seq = prefill.request.seq
-        stats = prefill.to_stats(self._ports.now_s(), self._ports.links.transport(prefill.peer))
+        now_s = self._ports.now_s()
+        stats = prefill.to_stats(now_s, self._ports.links.transport(prefill.peer))
         message = worker_pb2.Ended(
             seq=seq, outcome=outcome, finish_reason=int(finish), stats=stats, reroute=prefill.reroute
         )
         if error is not None:
             message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)
+        prefill_trace.tell(self._ports.tracer, prefill, message, now_s)
         if prefill.state is State.QUEUED and prefill.lost is None:
             self._dequeue(prefill)
         if outcome != worker_pb2.OUTCOME_HANDED_OFF:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope
 from baton import clock
 from baton.errors import BatonError, InvalidRequest
 from router.http_protocol import Exchange
-from router.labels import EXPLAIN, REQUEST_ID
+from router.labels import EXPLAIN, REQUEST_ID, fields_of
 from router.validate import MAX_LABEL_CHARS
 
 # A client that is still sending cannot read our refusal: take in what it sends, but not for ever. Several times the largest
@@ -92,8 +92,8 @@ def parse_json(body: bytes) -> object:
 
 
 def headers(scope: Scope) -> Mapping[str, str]:
-    """Names in lower case; where one is repeated the last wins. A request id is always among them."""
-    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    """Names in lower case, each once. A request id is always among them."""
+    fields = fields_of([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
     fields[REQUEST_ID] = request_id_of(fields)
     return fields
 

@@ -28,6 +28,8 @@ from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
 from baton.slo import SLO
 from baton.timings import Timings
+from baton.tracing import NO_SPAN, Span, Tracer
+from router import call_trace
 from router.admission import MIN_RETRY_AFTER_S, Slack, Turn
 from router.call_events import Audience, CallDone, CallEvent, ChoiceSink, Outbox, PieceSink, Queued, Usage
 from router.call_spec import CallSpec, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -37,7 +39,7 @@ from router.explain import brief_json
 from router.fleet import Fleet
 from router.goodput import Goodput, GoodputGauges
 from router.key_file import KeyFile
-from router.ledger import Ledger, tpot_ms
+from router.ledger import CALLERS_OWN, Ledger, tpot_ms
 from router.metrics import RouterMetrics
 from router.moves import Sequences
 from router.placement import Demand
@@ -79,6 +81,7 @@ class Call:
         place: Place,
         backlog_bytes: int,
         resumed: Resumed | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
         self.spec = spec
         self.slo = slo  # in force when it came
@@ -93,6 +96,7 @@ class Call:
         self.done: CallDone | None = None  # it ended well
         self.stuck = False  # its reader was interrupted
         self.resumed = resumed  # None: a new call
+        self.span = span
         self.told = asyncio.Event()  # nobody serves it any more
         self._serve = serve
         self._teller: asyncio.Task[object] | None = None
@@ -242,12 +246,14 @@ class Calls:
         slo_watch: SloWatch,
         metrics: RouterMetrics,
         router_epoch: int,
+        tracer: Tracer,
     ) -> None:
         self._config = config
         self.limits = limits
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._slo_watch = slo_watch
+        self._tracer = tracer
         self.goodput = Goodput(clock.now_s())
         metrics.registry.add(GoodputGauges(self.goodput, clock.now_s))
         self._ledger = Ledger(slo_watch, metrics, self.goodput)
@@ -356,6 +362,7 @@ class Calls:
         call: Call | None = None
         slo: SLO | None = None
         place: Place | None = None
+        span = call_trace.begin(self._tracer, spec, self.limits.model, arrival_s, resumed)
         self._num_inflight += 1
         self._idle.clear()
         try:
@@ -366,7 +373,8 @@ class Calls:
                 self._ledger.arrived(slo)
             place = self._admit(spec, slo)
             deadline_s = arrival_s + (spec.labels.timeout_s or self._config.request_timeout_s)
-            call = await self._start(spec, slo, place, arrival_s, deadline_s, resumed)
+            with span.part("tokenize"):
+                call = await self._start(spec, slo, place, arrival_s, deadline_s, resumed, span)
             try:
                 yield call
             except asyncio.CancelledError:
@@ -393,6 +401,9 @@ class Calls:
             if not self._num_inflight:
                 self._idle.set()
             self._count(spec, slo, call, outcome, clock.now_s() - arrival_s)
+            if outcome != "finished":
+                span.fail(outcome, ours=outcome not in CALLERS_OWN)
+            span.end()
 
     def _count(self, spec: CallSpec, slo: SLO | None, call: Call | None, outcome: str, call_s: float) -> None:
         if call is None or slo is None:
@@ -409,13 +420,20 @@ class Calls:
         return self._turns.knock(spec.tenant, spec.sampling.n or 1, slo.name)
 
     async def _start(
-        self, spec: CallSpec, slo: SLO, place: Place, arrival_s: float, deadline_s: float, resumed: Resumed | None
-    ) -> Call:  # fmt: skip
+        self,
+        spec: CallSpec,
+        slo: SLO,
+        place: Place,
+        arrival_s: float,
+        deadline_s: float,
+        resumed: Resumed | None,
+        span: Span,
+    ) -> Call:
         request = (
             resumed.found.request if resumed is not None else await self._request(spec, slo, arrival_s, deadline_s)
         )
         backlog_bytes = self._config.client_backlog_bytes
-        call = Call(spec, slo, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed)
+        call = Call(spec, slo, request, deadline_s, arrival_s, self._serve, place, backlog_bytes, resumed, span)
         call.hashes = await self._fleet.hash_prompt(request)
         cached_tokens = self._fleet.cached_tokens(call.hashes)
         if resumed is None:
@@ -507,7 +525,8 @@ class Calls:
         leader that fails, or runs out of time, ends the call and with it this task.
         """
         request, prefer = call.request, ""
-        await call.place.wait()
+        with call.span.part("admission") if choice == 0 else NO_SPAN:
+            await call.place.wait()
         if choice:
             await call.leader_began.wait()
             request = replace(request, sampling=replace(request.sampling, sample_index=choice))
@@ -529,6 +548,7 @@ class Calls:
             prefer=prefer,
             hashes=call.hashes,
             fingerprint=point.fingerprint,
+            span=call.span,
         )
         replay(point, text, sink, report)
         if report.token_ids:

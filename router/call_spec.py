@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.tracing import NO_TRACE, Trace
 from router.tenants import OPEN, Tenant
 
 
@@ -64,6 +65,7 @@ class CallLabels:
     slo_tpot_ms: float | None = None
     timeout_s: float | None = None
     explain: bool = False  # say with the answer why it was made where it was
+    trace: Trace = NO_TRACE  # of the caller's own, unchecked: what is malformed begins a new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from baton.ids import new_router_epoch
 from baton.log import get_log
 from baton.model_files import ModelFiles
 from baton.peer_trust import Part, PeerTrust
+from baton.tracing import open_tracer
 from router.batch.service import BatchService
 from router.call import Calls
 from router.chat_template import ChatTemplate
@@ -68,7 +69,10 @@ class FrontEnd:
         self.slo_watch = SloWatch()
         self.metrics = RouterMetrics(self.fleet)
         limits = Limits(spec.name, spec.vocab_size, config.max_n, config.max_stop_strings)
-        self.calls = Calls(config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch)
+        self._tracer = open_tracer(config.tracing, "router", router_id)
+        self.calls = Calls(
+            config, limits, self.tokenizer, self.fleet, self.slo_watch, self.metrics, epoch, self._tracer
+        )  # fmt: skip
         generation = GenerationApi(spec.name, self.calls, config.client_backlog_bytes)
         self._batches = self._new_batches(config, generation)
         app = build_app(
@@ -146,6 +150,7 @@ class FrontEnd:
                 await asyncio.gather(task, return_exceptions=True)
         await self.fleet.close()
         self.tokenizer.close()
+        await asyncio.to_thread(self._tracer.close)
         log.info("router_stopped")
 
     async def _follow_readiness(self) -> None:

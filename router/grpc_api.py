@@ -37,7 +37,7 @@ from router.grpc_calls import CallMessage, open_call
 from router.grpc_errors import error_detail, status_code, status_message, trailing_metadata
 from router.grpc_messages import done_to_pb, group_to_chunk, pieces_to_chunk
 from router.grpc_tls import server_credentials
-from router.labels import EXPLAIN
+from router.labels import EXPLAIN, fields_of
 from router.tenants import Tenant
 from router.validate import MAX_TIMEOUT_S
 
@@ -331,7 +331,7 @@ def _time_left_s(context: Context) -> float | None:
 
 def _metadata(context: Context) -> Mapping[str, str]:
     pairs = context.invocation_metadata() or ()
-    return {str(key): value for key, value in pairs if isinstance(value, str)}
+    return fields_of([(str(key), value) for key, value in pairs if isinstance(value, str)])
 
 
 async def _fail(context: Context, error: BatonError) -> NoReturn:

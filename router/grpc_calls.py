@@ -11,6 +11,7 @@ from baton.errors import BatonError
 from baton.v1 import serving_pb2
 from router.call import Call, Calls
 from router.grpc_messages import check_flush, to_received, to_spec
+from router.labels import trace_from
 from router.resume import take_up, within
 from router.validate import check_token_ids
 
@@ -36,7 +37,8 @@ async def open_call(
             found = within(await calls.resumable.find(tenant.name, message.request_id), vocab_size)
             resumed = take_up(found, message.next_index, received)
             left_s = min((t for t in (timeout_s, found.ttl_s) if t is not None), default=None)
-            spec = replace(found.spec, tenant=tenant, labels=replace(found.spec.labels, timeout_s=left_s))
+            labels = replace(found.spec.labels, timeout_s=left_s, trace=trace_from(metadata))
+            spec = replace(found.spec, tenant=tenant, labels=labels)
     except BatonError as error:
         calls.refused("grpc", error)
         raise

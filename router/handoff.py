@@ -32,7 +32,10 @@ from baton.errors import (
 )
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
+from baton.tracing import NO_SPAN, Span
 from baton.v1 import worker_pb2
+from router import call_trace
+from router.call_trace import REROUTED
 from router.events import (
     AdoptionIsLate,
     AnswerIsWhole,
@@ -76,6 +79,7 @@ class Attempt:
         report: SequenceReport,
         deadline_s: float,
         vocab_size: int,
+        span: Span = NO_SPAN,
     ) -> None:
         self._request = request
         self._prefill, self._decode, self._holder = placed.prefill, placed.decode, placed.holder
@@ -87,12 +91,13 @@ class Attempt:
         self._report = report
         self._deadline_s = deadline_s
         self._vocab_size = vocab_size
+        self.span = span  # whoever runs it ends it
         self._inbox = Inbox()
         self._merge = TokenMerge(request.num_output_tokens)
         self._sessions = {endpoint.worker_id: endpoint.session for endpoint in (self._prefill, self._decode)}
         self._may_hold: set[str] = set()  # workers that were not seen to end the sequence
         self._is_first = True  # the next token is this attempt's first
-        self._submitted_s = 0.0
+        self._submitted_s = self._first_token_s = 0.0
         self._queued_tokens = 0  # on prefill when it was submitted, its own included
         self._stats_in = False
         self._watched_index = -1  # the missing index a HoleIsOld timer runs for
@@ -119,6 +124,7 @@ class Attempt:
     def _leave(self) -> None:
         """Cancel whatever was not seen to end, and hear no more."""
         self._cancel_open()
+        call_trace.say_attempt(self.span, self._report, self._first_token_s, self._num_new)
         for session in self._sessions.values():
             session.detach(self._request.seq)
         for hold in (self._prefill_hold, self._decode_hold):
@@ -264,6 +270,7 @@ class Attempt:
             report.on_first_token()
         if self._is_first:
             self._is_first = False
+            self._first_token_s = now_s
             if self._prefill_hold is not None:
                 self._prefill_hold.waiting_tokens = 0
             self._prefill.health.first_token(self._queued_tokens, now_s - self._submitted_s)
@@ -329,6 +336,7 @@ class Attempt:
 
     def _count(self, event: SequenceEnded) -> None:
         """What prefill did. Of a continued sequence the first attempt's stay: those are of the prompt the client sent."""
+        call_trace.say_stats(self.span, event.stats)
         if not self._request.num_output_tokens:
             self._report.stats = event.stats
         if self._plan.pull is not None:
@@ -398,6 +406,7 @@ class Attempt:
             decode_worker=placed.decode.worker_id,
             reason=error.message,
         )
+        self.span.event(REROUTED, call_trace.reroute(lost.worker_id, placed.decode.worker_id, error.code))
         self._drop(lost)
         self.blamed = lost.worker_id
         self._decode = placed.decode

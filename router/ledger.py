@@ -15,6 +15,7 @@ from baton.log import get_log
 from baton.slo import SLO, Verdict
 from baton.timings import Timings
 from baton.v1 import worker_pb2
+from router import call_trace
 from router.call_events import CallDone
 from router.goodput import Goodput, Served, TTFTSplit, split_ttft
 from router.metrics import CallRecord, RouterMetrics, TransferRecord
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 log = get_log("router.call")
 
 # How calls end that nobody but their caller is to blame for: no class's target was missed.
-_CALLERS_OWN = ("invalid_request", "not_found", "already_exists", "cancelled")
+CALLERS_OWN = ("invalid_request", "not_found", "already_exists", "cancelled")
 
 
 class Ledger:
@@ -49,7 +50,7 @@ class Ledger:
     def refused(self, api: str, outcome: str, slo: SLO | None) -> None:
         """A call that did not come to be; `slo` unless it could not even be parsed."""
         self._metrics.count_outcome(api, outcome)
-        if slo is not None and outcome not in _CALLERS_OWN:
+        if slo is not None and outcome not in CALLERS_OWN:
             self._judge(slo.name, Verdict.FAILED)
             self._goodput.refused(slo.name, clock.now_s())
         log.info("call_refused", api=api, outcome=outcome)
@@ -86,9 +87,13 @@ class Ledger:
                 num_retries=num_retries,
             )
         )
+        if call.span:
+            tenant = self._metrics.admission.name(call.spec.tenant)
+            call_trace.say_call(call, tenant, outcome, verdict, usage, timings)
         log.info(
             "call_ended",
             request_id=call.request_id,
+            trace_id=call.span.trace_id,
             api=api,
             outcome=outcome,
             slo_class=slo.name,

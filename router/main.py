@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from baton import clock, grpc_wakeups
+from baton import clock, grpc_wakeups, tracing
 from baton.config import RouterConfig
 from baton.config_load import from_json
 from baton.errors import BatonError
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int)
     parser.add_argument("--grpc-port", type=int)
     parser.add_argument("--model", help="a name, a Hugging Face directory or a .gguf file")
+    tracing.add_flags(parser)
     return parser
 
 
@@ -100,6 +101,7 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         config = dataclasses.replace(config, http_port=options.http_port)
     if options.grpc_port is not None:
         config = dataclasses.replace(config, grpc_port=options.grpc_port)
+    config = dataclasses.replace(config, tracing=tracing.from_flags(config.tracing, options))
     if options.model:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=options.model))
     return config

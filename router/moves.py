@@ -15,6 +15,9 @@ from baton import clock
 from baton.errors import BatonError, DeadlineExceeded, Internal, Overloaded, Unavailable
 from baton.log import get_log
 from baton.request import Request
+from baton.tracing import Kind
+from router import call_trace
+from router.call_trace import MOVED
 from router.fleet import Fleet
 from router.handoff import Attempt, SinkFailed
 from router.placement import Demand, NoPlace
@@ -58,7 +61,8 @@ class Sequences:
             until_s = min(job.deadline_s, clock.now_s() + job.unavailable_wait_s)
             attempt = await self._attempt(job, sink, report, self._to_avoid(failed), fingerprint, until_s)
             try:
-                await attempt.run()
+                with attempt.span:
+                    await attempt.run()
                 self._budget.finished()
                 return
             except MOVABLE as error:
@@ -76,6 +80,7 @@ class Sequences:
                     num_tokens=report.num_tokens,
                     reason=error.message,
                 )
+                job.span.event(MOVED, call_trace.move(attempt.blamed, report.num_tokens, error.code))
             report.num_retries += 1
             if report.num_tokens:  # only the model that made them may go on
                 fingerprint = fingerprint or attempt.fingerprint
@@ -108,13 +113,16 @@ class Sequences:
             deadline_s=max(0.0, job.deadline_s - clock.now_s()),
         )
         try:
-            placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+            with job.span.part("placement") as placing:
+                placed = await self._fleet.wait_for_place(demand, avoid, until_s, job.prefer)
+                call_trace.say_place(placing, placed)
         except Unavailable as error:
             if clock.now_s() < job.deadline_s:
                 raise
             raise DeadlineExceeded(f"the call's time ran out while it waited for a worker: {error.message}") from error
-        request = replace(request, seq=next(self._seqs))
-        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s, self._vocab_size)
+        span = job.span.part("attempt", kind=Kind.CLIENT)
+        request = replace(request, seq=next(self._seqs), trace=span.trace)
+        return Attempt(request, placed, self._fleet, demand, sink, report, job.deadline_s, self._vocab_size, span)
 
     def _to_avoid(self, failed: Mapping[str, int]) -> frozenset[str]:
         """Of workers that failed, by the epoch in which they did: those that were not born again since."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.request import FinishReason, Logprobs, Request
+from baton.tracing import NO_SPAN, Span
 from baton.v1 import worker_pb2
 from router.explain import Explanation
 from router.prefix_index import Hashes
@@ -38,6 +39,7 @@ class SequenceJob:
     prefer: str = ""  # a prefill worker that has the prompt in its cache
     hashes: Hashes = field(default_factory=dict)  # of the prompt's blocks, where somebody has made them already
     fingerprint: str = ""  # of the only model that may go on with what the report begins with; "" = any
+    span: Span = NO_SPAN  # of its call
 
 
 def _nothing() -> None:

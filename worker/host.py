@@ -26,6 +26,7 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from baton.log import get_log
 from baton.peer_trust import PLAIN, PeerTrust
 from baton.request import Request, Role
+from baton.tracing import NO_TRACER, Tracer
 from baton.v1 import control_pb2, kv_pb2, worker_pb2
 from baton.wire import PROTOCOL_VERSION, error_to_pb, request_from_pb
 from engine.ports import Engine, EngineLoad, StepResult
@@ -130,8 +131,10 @@ class WorkerHost:
         on_fatal: Callable[[BaseException], None],
         trust: PeerTrust = PLAIN,
         lateness: Callable[[], float] = on_time,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._config = config
+        self.tracer = tracer
         self._identity = identity
         self._lateness = lateness
         self._loop = loop

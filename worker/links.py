@@ -41,6 +41,11 @@ def peer_epoch(key: str) -> int:
     return int(key.rpartition("/")[2], 16)
 
 
+def peer_worker(key: str) -> str:
+    """The name of that worker; "" of no link."""
+    return key[1:].rpartition("/")[0]
+
+
 class State(enum.StrEnum):
     CONNECTING = "connecting"
     READY = "ready"

@@ -7,6 +7,7 @@ open at the end are their routers' to continue elsewhere; they hear UNAVAILABLE.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-from baton import clock
+from baton import clock, tracing
 from baton.config import WorkerConfig
 from baton.config_load import from_json
 from baton.errors import ConfigError
@@ -28,7 +29,10 @@ def main(load: LoadModel | None = None) -> int:
     """Run one worker to its end. Returns the exit status. `load`: tests bring a runner of their own."""
     parser = argparse.ArgumentParser(description="Run one Baton worker.")
     parser.add_argument("--config", type=Path, required=True, help="WorkerConfig as JSON")
-    config = from_json(WorkerConfig, parser.parse_args().config.read_text())
+    tracing.add_flags(parser)
+    options = parser.parse_args()
+    config = from_json(WorkerConfig, options.config.read_text())
+    config = dataclasses.replace(config, tracing=tracing.from_flags(config.tracing, options))
     clock.slow_down(config.emulation.time_scale)
     configure(config.worker_id, config.log_level)
     favour_the_loop()

@@ -14,6 +14,7 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.request import Request, SampledToken
 from baton.request import Role as BatonRole
+from baton.tracing import Tracer
 from baton.v1 import kv_pb2, worker_pb2
 from engine.ports import StepResult
 from kv_transfer.events import KVEvent
@@ -76,6 +77,8 @@ class Ports(Protocol):
     def links(self) -> LinkPort: ...
     @property
     def sessions(self) -> SessionPort: ...
+    @property
+    def tracer(self) -> Tracer: ...
     @property
     def epoch(self) -> int:
         """Of this worker."""

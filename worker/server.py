@@ -30,6 +30,7 @@ from baton.kv_layout import KVLayout
 from baton.log import get_log
 from baton.model_spec import ModelSpec
 from baton.peer_trust import Part, PeerTrust
+from baton.tracing import Tracer, open_tracer
 from baton.v1 import control_pb2, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.wire import PROTOCOL_VERSION, layout_to_pb
 from engine.engine import LocalEngine
@@ -175,6 +176,14 @@ class WorkerServer:
         config = self._config
         started_s = clock.now_s()
         trust = PeerTrust(config.tls_dir, Part.WORKER)
+        tracer = open_tracer(config.tracing, "worker", config.worker_id)
+        try:
+            await self._serve_traced(trust, tracer, started_s)
+        finally:
+            await self._loop.run_in_executor(None, tracer.close)
+
+    async def _serve_traced(self, trust: PeerTrust, tracer: Tracer, started_s: float) -> None:
+        config = self._config
         if config.kv.transport == "ucx" and config.kv.ucx_net_devices != LOOPBACK_DEVICE:
             log.warning("kv_network_must_be_closed", devices=config.kv.ucx_net_devices, hint=CLOSED_NETWORK)
         with contextlib.ExitStack() as not_started:
@@ -210,6 +219,7 @@ class WorkerServer:
                 self._on_fatal,
                 trust,
                 model.lateness,
+                tracer,
             )
             if model.lendable is not None:
                 hello = weight_hello(config, model.spec, model.lendable.manifest, self.epoch, plane.address)

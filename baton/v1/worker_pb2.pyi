@@ -183,6 +183,8 @@ class Request(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RESUMPTION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     priority: _builtins.int
     slo_class: _builtins.str
@@ -190,6 +192,9 @@ class Request(_message.Message):
     request_id: _builtins.str
     num_output_tokens: _builtins.int
     """how many of token_ids' tail are output already sent (continuation)"""
+    traceparent: _builtins.str
+    """W3C Trace Context, of the span that the worker's are below; "" = nobody records"""
+    tracestate: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -210,10 +215,12 @@ class Request(_message.Message):
         request_id: _builtins.str = ...,
         num_output_tokens: _builtins.int = ...,
         resumption: Global___Resumption | None = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resumption", b"resumption", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_output_tokens", b"num_output_tokens", "priority", b"priority", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "seq", b"seq", "slo_class", b"slo_class", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_output_tokens", b"num_output_tokens", "priority", b"priority", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "seq", b"seq", "slo_class", b"slo_class", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ import importlib.util
 for package in ("torch", "ucxx"):
     if importlib.util.find_spec(package) is not None:
         raise SystemExit(f"{package} is installed: too much for the control plane")
-for module in ("router.main", "router.controller.main", "cli.main", "baton_client", "kubernetes", "psycopg"):
+for module in ("router.main", "router.controller.main", "cli.main", "baton_client", "baton.otlp", "kubernetes", "psycopg"):
     importlib.import_module(module)
 PYTHON
     ;;
@@ -31,7 +31,8 @@ import importlib.util
 for package in ("torch", "ucxx", "ray"):
     if importlib.util.find_spec(package) is None:
         raise SystemExit(f"{package} is missing")
-importlib.import_module("worker.actor")
+for module in ("worker.actor", "baton.otlp"):
+    importlib.import_module(module)
 PYTHON
     ;;
 esac

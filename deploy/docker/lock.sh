@@ -12,7 +12,7 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-for name in (*project["dependencies"], *extras["postgres"], *extras["kubernetes"], *extras["worker-cuda13"]):
+for name in (*project["dependencies"], *extras["postgres"], *extras["kubernetes"], *extras["tracing"], *extras["worker-cuda13"]):
     if not name.startswith("torch"):
         print(name)
 PYTHON

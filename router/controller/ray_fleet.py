@@ -169,6 +169,7 @@ class WorkerConfigs:
             engine=dataclasses.replace(cluster.engine_of(name), num_threads=num_threads),
             kv=cluster.kv,
             emulation=cluster.emulation,
+            tracing=cluster.tracing,
             log_level=cluster.controller.log_level,
         )
 

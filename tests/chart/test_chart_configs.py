@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from baton.config import ClusterConfig, EngineConfig, KubernetesConfig, KVTransferConfig, RouterConfig
+from baton.config import ClusterConfig, EngineConfig, KubernetesConfig, KVTransferConfig, RouterConfig, TracingConfig
 from baton.config_load import from_json, load
 from baton.peer_trust import PeerTrust
+from baton.request import Role
 from baton.slo import SLO
 from router.controller import ray_head
 from router.controller.admin_models import SLOClass
 from router.controller.kube import prestop
+from router.controller.ray_fleet import WorkerConfigs
 from tests.chart.chart_rig import CHART, Release, merged, needs_helm, render
 from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs_helm
 
-NOT_BY_CHART = ("model", "tls_dir")  # of a RouterConfig, which `load` derives from the cluster's
+NOT_BY_CHART = ("model", "tls_dir", "tracing")  # of a RouterConfig, which `load` derives from the cluster's
 
 
 def cluster_of(release: Release, fullname: str = "demo-baton") -> ClusterConfig:
@@ -50,6 +52,7 @@ def test_every_config_passes_the_loader_with_its_limits(name: str, tmp_path: Pat
         router = from_json(RouterConfig, text)
         assert dataclasses.replace(router.model, path=loaded.model.path) == loaded.model
         assert router.tls_dir == loaded.router.tls_dir
+        assert router.tracing == loaded.tracing == WorkerConfigs(loaded, "", lambda _: 1)("w", Role.DECODE).tracing
         assert router.batch.database == loaded.controller.database
         plain = {key: value for key, value in json.loads(text).items() if key not in NOT_BY_CHART}
         del plain["batch"]["database"]
@@ -66,6 +69,7 @@ def test_nothing_but_the_named_settings_is_left_to_the_code() -> None:
             KVTransferConfig,
             {"transport", "hello_timeout_s", "quiet_s", "max_resends"},
         ),  # nobody had to change them
+        "tracing": (TracingConfig, set()),
         "kubernetes": (KubernetesConfig, {"api_server", "token_file", "ca_file"}),  # the pod's own
     }
     for part, (kind, names) in left.items():

@@ -11,7 +11,7 @@ import pytest
 from baton.config import ClusterConfig
 from baton.config_load import from_json
 from tests.chart.chart_rig import Manifest, Release, merged, needs_helm, render
-from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX
+from tests.chart.chart_values import EVERYTHING, LEAST, MATRIX, STILL
 from tests.chart.kube_schemas import FOREIGN, VERSIONS, faults, upstream
 
 pytestmark = needs_helm
@@ -378,3 +378,47 @@ def test_pods_are_replaced_when_what_they_read_at_start_changes() -> None:
     assert sets <= {name for name in before if before[name] != engine[name]}
     mode = marks({"scaler": {"mode": "auto"}})
     assert {name for name in before if before[name] != mode[name]} == {"Deployment/demo-baton-controller"}
+
+
+@pytest.mark.parametrize("name", ["everything", "everything under kuberay"])
+def test_whoever_traces_has_the_files_that_its_configuration_names_and_says_who_it_is(name: str) -> None:
+    release = render(MATRIX[name])
+    config = json.loads(release.file("demo-baton-config", "router-0.json"))["tracing"]
+    assert json.loads(release.file("demo-baton-config", "cluster.json"))["tracing"] == config
+    named = {str(value) for key, value in config.items() if key.endswith("_file")}
+    assert len(named) == 4
+    pods = [release.get("Deployment", "demo-baton-router")["spec"]["template"], *(pod for _, pod in release.workers())]
+    assert len(pods) == 3
+    for pod in pods:
+        [volume] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tracing"]
+        paths = {item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]}
+        for container in pod["spec"]["containers"]:
+            [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "tracing"]
+            assert {f"{mount['mountPath']}/{path}" for path in paths} == named
+            names = [entry["name"] for entry in container["env"]]
+            assert names.index("OTEL_RESOURCE_ATTRIBUTES") > max(names.index("POD_NAME"), names.index("POD_UID"))
+
+
+def test_where_nothing_is_traced_nothing_speaks_of_it_and_pods_stay_as_they_were() -> None:
+    text = render(LEAST).text
+    assert "OTEL" not in text
+    assert "tracing" not in text
+    off = merged(LEAST, {"tracing": {"enabled": False, "endpoint": "http://otel:4317", "sampleRatio": 1}})
+    assert render(merged(STILL, off)).text == render(STILL).text
+
+
+def test_pods_are_others_once_what_they_trace_is() -> None:
+    tracing = {"tracing": {"enabled": True, "endpoint": "http://otel:4317"}}
+    releases = [
+        render(merged(STILL, *parts)) for parts in ((), (tracing,), (tracing, {"tracing": {"sampleRatio": 0.5}}))
+    ]
+    for part in ("worker", "router"):
+        assert (
+            len({str(_pod(release, part)["metadata"]["annotations"]["baton.dev/config"]) for release in releases}) == 3
+        )
+
+
+def _pod(release: Release, part: str) -> Manifest:
+    kind, name = ("StatefulSet", "decode") if part == "worker" else ("Deployment", "router")
+    template: Manifest = release.get(kind, f"demo-baton-{name}")["spec"]["template"]
+    return template

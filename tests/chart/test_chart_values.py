@@ -59,6 +59,7 @@ SHAPES: dict[str, Any] = {
     "hcas": ["zz{n}"],
     "hostnames": ["zz{n}"],
     "ucx": {"ZZ{n}": "1"},
+    "endpoint": "https://zz{n}:4317",
 }
 # Pools must agree in these, so all pools are asked at once, and for the first one alone.
 ALIKE = ("gpu.count", "rdma.hcas", "rdma.addrType", "rdma.require")
@@ -110,7 +111,9 @@ def others(leaf: Leaf) -> list[object]:
     now = get(merged(DEFAULTS, WHERE[where(leaf.path)]), leaf.path)
     if leaf.choices:
         return [choice for choice in leaf.choices if choice != now]
-    return [now + 1, now + 2, now - 1] if isinstance(now, int | float) else [7]
+    if isinstance(now, float):
+        return [now / 2]  # of a ratio there is no more than 1
+    return [now + 1, now + 2, now - 1] if isinstance(now, int) else [7]
 
 
 def shows(leaf: Leaf) -> bool:
@@ -170,6 +173,9 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("what the weights say", {"model": {"quantization": "fp8"}}, "reads it from the weights"),
         ("a wrong type", {"pools": {"prefill": {"replicas": 2}}}, "want object"),
         ("a quantity", {"pools": {"prefill": {"memory": "64GB"}}}, "/pools/prefill/memory"),
+        ("a key in values", {"tracing": {"headers": "x"}}, "set tracing.headersSecret"),
+        ("a share of more than all", {"tracing": {"sampleRatio": 1.5}}, "/tracing/sampleRatio"),
+        ("a collector's path", {"tracing": {"endpoint": "http://otel:4318/v1/traces"}}, "/tracing/endpoint"),
         ("a list of choices", {"model": {"dtype": "int8"}}, "one of 'bfloat16', 'float16', 'float32'"),
     ],
     "nothing given": [("no model", {"model": {"id": ""}}, "model.id is empty")],
@@ -184,6 +190,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("hugepages of no size", {"pools": {"decode": {"hugepages": {"count": "1Gi"}}}}, "hugepages.size is empty"),
         ("hugepages of no amount", {"pools": {"prefill": {"hugepages": {"size": "2Mi"}}}}, "hugepages.count is empty"),
         ("the chart's environment", {"pools": {"decode": {"env": {"RAY_X": "x"}}}}, "pools.decode.env.RAY_X"),
+        ("who a pod is", {"pools": {"prefill": {"env": {"OTEL_RESOURCE_ATTRIBUTES": "a=b"}}}, "tracing": {"enabled": True}},
+         "the chart sets it where tracing.enabled is true; set tracing.resourceAttributes"),
         ("a claim of no device", {"pools": {"both": {"enabled": True, "gpu": {"count": 0, "claimTemplate": "x"}}}},
          "say how many GPUs the claim holds"),
         ("two ways at once", {}, "pools.both goes alone"),
@@ -206,6 +214,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("one fabric of no name", {"fabric": {"policy": "required"}}, "fabric.policy is required: set fabric.topologyKey"),
         ("batches of no claim", {}, "set batch.existingClaim"),
         ("a monitor that is kept out", {"metrics": {"serviceMonitor": {"enabled": True}}}, "or nobody can scrape"),
+        ("a collector of no name", {"tracing": {"enabled": True}}, "tracing.enabled: set tracing.endpoint"),
+        ("certificates without TLS", {"tracing": {"tls": {"caSecret": "ca"}}}, "tracing.tls is set, but tracing.endpoint is"),
         ("an ingress without a host", {"router": {"ingress": {"enabled": True}}}, "set router.ingress.host"),
         ("routes of no gateway", {"router": {"gateway": {"grpc": {"enabled": True}}}}, "router.gateway.parentRefs"),
         ("clients of no certificate", {"router": {"tls": {"clientCa": True}}}, "but no router.tls.secret"),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 TOOLS = Path(sys.executable).parent
-LAYERS = ("postgres", "kubernetes", "worker-cuda13")
+LAYERS = ("postgres", "kubernetes", "tracing", "worker-cuda13")
 
 
 def _locked() -> dict[str, Requirement]:

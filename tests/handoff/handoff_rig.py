@@ -26,6 +26,7 @@ from baton.config import EngineConfig, KVTransferConfig
 from baton.errors import BatonError, Internal, InvalidRequest, Unavailable
 from baton.kv_layout import KVLayout
 from baton.request import Request, Role, SampledToken
+from baton.tracing import NO_TRACER
 from baton.v1 import kv_pb2, worker_pb2
 from baton.wire import request_from_pb
 from decode_worker.decode_role import DecodeRole
@@ -314,6 +315,7 @@ class RigWorker:
         self.session_inbox: deque[worker_pb2.SessionRequest] = deque()
         self.lost_routers: deque[int] = deque()
         # The ports.
+        self.tracer = NO_TRACER
         self.engine = RigEngineCommands(self)
         self.kv = RigKVCommands(self.core)
         self.sessions = RigSessions(self, cluster.routers)

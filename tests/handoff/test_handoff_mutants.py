@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.v1 import kv_pb2
-from decode_worker.decode_role import Decode, DecodeRole
+from decode_worker.decode import Decode
+from decode_worker.decode_role import DecodeRole
 from engine.block_exchange import BlockExchange
 from engine.ports import Reservation
 from engine.prefix_cache import PrefixCache
@@ -138,9 +139,9 @@ def prefill_drops_blocks_that_the_plane_still_reads(patch: Patch) -> None:
 def decode_drops_blocks_that_the_plane_still_writes(patch: Patch) -> None:
     close = DecodeRole._close
 
-    def close_early(self: DecodeRole, decode: Decode) -> None:
+    def close_early(self: DecodeRole, decode: Decode, *args: Any) -> None:
         self._ports.engine.drop(decode.request.seq)
-        close(self, decode)
+        close(self, decode, *args)
 
     patch.setattr(DecodeRole, "_close", close_early)
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import grpc.aio
 import httpx
 
-from baton.config import LOOPBACK, ClusterConfig, ControllerConfig, RouterConfig, WorkerConfig
+from baton.config import LOOPBACK, ClusterConfig, ControllerConfig, RouterConfig, TracingConfig, WorkerConfig
 from baton.config_load import to_json
 from baton.model_files import load_model_files
 from baton.request import Role
@@ -39,6 +39,7 @@ from tests.integration.cluster_rig import Answer, collect, until
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 20.0
+UNTRACED = TracingConfig()
 
 
 class WorkerProcess:
@@ -167,7 +168,9 @@ class _Answers:
 
 
 @asynccontextmanager
-async def fleet(model_dir: Path, folder: Path, *workers: WorkerProcess) -> AsyncIterator[Fleet]:
+async def fleet(
+    model_dir: Path, folder: Path, *workers: WorkerProcess, tracing: TracingConfig = UNTRACED
+) -> AsyncIterator[Fleet]:
     """A controller and a router that know `workers`, which are ready; more may be added."""
     store = ControlStore(SQLite(folder / "slo.sqlite"), now_unix_s=lambda: 7.0)
     controller = Controller(ControllerConfig(), store)
@@ -175,7 +178,9 @@ async def fleet(model_dir: Path, folder: Path, *workers: WorkerProcess) -> Async
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(controller), control)
     port = control.add_insecure_port("127.0.0.1:0")
     await control.start()
-    config = RouterConfig(http_port=0, grpc_port=0, control_address=f"127.0.0.1:{port}", unavailable_wait_s=20.0)
+    config = RouterConfig(
+        http_port=0, grpc_port=0, control_address=f"127.0.0.1:{port}", unavailable_wait_s=20.0, tracing=tracing
+    )
     front_end = FrontEnd(config, load_model_files(str(model_dir)))
     await front_end.start()
     app = make_app(controller, ClusterConfig(), lambda: [Token.of("test", "viewer", "secret")])

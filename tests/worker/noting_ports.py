@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError, Unavailable
 from baton.request import Request, Role, SampledToken
+from baton.tracing import NO_TRACER, Tracer
 from baton.v1 import kv_pb2, worker_pb2
 
 
@@ -20,6 +21,7 @@ class Notes:
     epoch: int = 7
     role: Role = Role.PREFILL
     step_tokens: int = 100
+    tracer: Tracer = NO_TRACER
     sent: list[kv_pb2.LinkMessage] = field(default_factory=list)
     ended_: list[worker_pb2.Ended] = field(default_factory=list)
     refused_: list[tuple[int, BatonError]] = field(default_factory=list)

@@ -59,6 +59,7 @@
   {{- if and $pool.rdma.require (not $pool.rdma.resource) -}}{{- $wrong = append $wrong (printf "pools.%s.rdma.require is set, but no rdma.resource: a pod without a device has no RDMA" $name) -}}{{- end -}}
   {{- if and $pool.rdma.hcas (not $pool.rdma.resource) -}}{{- $wrong = append $wrong (printf "pools.%s.rdma.hcas is set, but no rdma.resource: a pod without a device has no RDMA" $name) -}}{{- end -}}
   {{- range $key, $value := $pool.env -}}
+    {{- if and $.Values.tracing.enabled (eq $key "OTEL_RESOURCE_ATTRIBUTES") -}}{{- $wrong = append $wrong (printf "pools.%s.env.%s: the chart sets it where tracing.enabled is true; set tracing.resourceAttributes" $name $key) -}}{{- end -}}
     {{- if or (hasPrefix "RAY_" $key) (hasPrefix "POD_" $key) (hasPrefix "BATON_" $key) -}}{{- $wrong = append $wrong (printf "pools.%s.env.%s: names that begin with RAY_, POD_ and BATON_ are the chart's" $name $key) -}}{{- end -}}
   {{- end -}}
 {{- end -}}
@@ -104,6 +105,10 @@
 {{- if and .Values.batch.enabled (not .Values.batch.existingClaim) -}}{{- $wrong = append $wrong "batch.enabled: set batch.existingClaim" -}}{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
   {{- $wrong = append $wrong "metrics.serviceMonitor.enabled: name Prometheus's pods in networkPolicy.metricsFrom, or nobody can scrape" -}}
+{{- end -}}
+{{- with .Values.tracing -}}
+  {{- if and .enabled (not .endpoint) -}}{{- $wrong = append $wrong "tracing.enabled: set tracing.endpoint to a collector's OTLP over gRPC, such as http://otel-collector.observability:4317" -}}{{- end -}}
+  {{- if and (or .tls.caSecret .tls.clientSecret) (not (hasPrefix "https://" .endpoint)) -}}{{- $wrong = append $wrong (printf "tracing.tls is set, but tracing.endpoint is %q: without https:// there is no TLS" .endpoint) -}}{{- end -}}
 {{- end -}}
 {{- if and (eq .Values.scaler.type "hpa") (not .Values.metrics.prometheusRule.enabled) -}}
   {{- $wrong = append $wrong "scaler.type is hpa: it scales by metrics that the rules of metrics.prometheusRule.enabled record" -}}

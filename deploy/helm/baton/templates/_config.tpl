@@ -67,6 +67,10 @@ tls_dir: {{ ternary "/etc/baton/tls/router" "" (eq (include "baton.internalTls" 
 model:
   path: {{ include "baton.routerModelPath" $root | quote }}
   {{- include "baton.config.modelSettings" $root | indent 2 }}
+{{- with include "baton.config.tracing" $root }}
+tracing:
+  {{- . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.config.cluster" -}}
@@ -109,6 +113,10 @@ controller:
 emulation:
   {{- include "baton.snake" . | indent 2 }}
 {{- end }}
+{{- end }}
+{{- with include "baton.config.tracing" . }}
+tracing:
+  {{- . | nindent 2 }}
 {{- end }}
 kubernetes:
   fullname: {{ include "baton.fullname" . }}
@@ -158,7 +166,7 @@ kubernetes:
 
 {{/* What a worker is made of: pods whose workers would be others are others. */}}
 {{- define "baton.config.worker" -}}
-{{- include "baton.config.model" . }}{{ include "baton.config.kv" . }}{{ toJson .Values.engine }}{{ toJson .Values.emulation -}}
+{{- include "baton.config.model" . }}{{ include "baton.config.kv" . }}{{ toJson .Values.engine }}{{ toJson .Values.emulation }}{{ include "baton.config.tracing" . -}}
 {{- end }}
 
 {{- define "baton.config.kv" -}}

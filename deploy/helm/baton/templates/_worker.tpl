@@ -61,6 +61,7 @@ spec:
       env:
         {{- include "baton.env.pod" $root | nindent 8 }}
         {{- include "baton.env.ray" $root | nindent 8 }}
+        {{- with include "baton.env.tracing" $root }}{{ . | nindent 8 }}{{ end }}
         {{- range $key, $value := .env }}
         - {name: {{ $key }}, value: {{ $value | quote }}}
         {{- end }}
@@ -100,6 +101,7 @@ spec:
         - {name: ray-token, mountPath: /etc/baton/ray, readOnly: true}
         - {name: shm, mountPath: /dev/shm}
         - {name: tmp, mountPath: /tmp}
+        {{- with include "baton.mount.tracing" $root }}{{ . | nindent 8 }}{{ end }}
         {{- if .hugepages.size }}
         - {name: hugepages, mountPath: /hugepages}
         {{- end }}
@@ -111,6 +113,7 @@ spec:
     {{- include "baton.volume.rayToken" $root | nindent 4 }}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .shmSize }}}}
     - {name: tmp, emptyDir: {}}
+    {{- with include "baton.volume.tracing" $root }}{{ . | nindent 4 }}{{ end }}
     {{- if .hugepages.size }}
     - {name: hugepages, emptyDir: {medium: HugePages-{{ .hugepages.size }}}}
     {{- end }}
