@@ -9,8 +9,8 @@
     both          the two at once: steps carry prompts (need.py), and prompts wait for room in steps
 
 Where a pool is overrun nobody would be in time; but admission sheds what cannot be, so the share falls as capacity / load does.
-Near saturation prefill is told worse than it is, since M/M/n serves whoever is late and admission turns them away: 76 % for 96 %
-where a pool is busy at 87 %. That is left as the room that a rising load needs: docs/autoscaler.md, `python -m bench.outlook_error`.
+Near saturation prefill is told worse than it is, since M/M/n serves whoever is late and admission turns them away: 76 % for
+96 % where a pool is busy at 87 %. That is left as the room that a rising load needs: docs/autoscaler.md, bench/outlook_error.py.
 Source: Erlang 1917; Kleinrock, Queueing Systems I, 1975, 3.5.
 """
 
