@@ -39,8 +39,15 @@ class Node:
 
 class FakeKubelet:
     def __init__(
-        self, api: FakeApi, launch: Launch, *, nodes: Sequence[Node] = (Node("node-1"),), pace: float = 1.0
+        self,
+        api: FakeApi,
+        launch: Launch,
+        *,
+        nodes: Sequence[Node] = (Node("node-1"),),
+        pace: float = 1.0,
+        network: str = "",
     ) -> None:
+        """`network`: the first three numbers of pods' addresses; "" = some of the loopback's."""
         self.api = api
         self.verbs = api.verbs
         self.launch = launch
@@ -48,9 +55,8 @@ class FakeKubelet:
         self.bad_images: set[str] = set()
         self._lives: dict[str, PodLife] = {}
         self._lost: set[str] = set()
-        self._network = (
-            f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"  # others run such tests at the same time
-        )
+        # Others run such tests at the same time
+        self._network = network or f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._num_ips = 0
         self._sets = SetController(self.verbs, pace)
         self._scheduler = Scheduler(self.verbs)

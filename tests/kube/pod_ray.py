@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.config import ClusterConfig, WorkerConfig
 from tests.integration.fleet_rig import WorkerProcess
-from tests.kube.fake_kubelet_pods import PodToRun
+from tests.kube.fake_kubelet_pods import Command, PodToRun
 
 START_S = 180.0  # a worker starts in 1-2 s; other work shares these cores
 STOP_S = 3.0  # as pools.py has it
@@ -48,6 +48,9 @@ class PodNode:
 
     def kill(self) -> None:
         self._end(-signal.SIGKILL)
+
+    def run(self, command: list[str], env: dict[str, str]) -> Command:
+        return Command(command, env)
 
     def start(self, config: WorkerConfig) -> str:
         """The address of the node's one worker, made or found."""
