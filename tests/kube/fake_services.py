@@ -12,6 +12,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from tests.kube.fake_api import FakeApi
@@ -56,7 +57,7 @@ class FakeServices:
     def serve(self, service: Json) -> None:
         ip = self._ips[service["metadata"]["name"]] = self._new_ip()
         for port in service["spec"]["ports"]:
-            self._listen(ip, port["port"], lambda port=port: self._target(service["spec"], port["targetPort"]))
+            self._listen(ip, port["port"], partial(self._target, service["spec"], port["targetPort"]))
 
     def forward(self, name: str, port: int, target: Address) -> None:
         """A name for what is no pod."""

@@ -1,4 +1,4 @@
-"""Pods that are Linux namespaces, as a container runtime makes them: a launcher for the fake kubelet that runs what the chart says.
+"""Pods that are Linux namespaces, as a container runtime makes them: a fake kubelet's launcher that runs what the chart says.
 
     Network        a bridge of this machine; pods and Services have addresses on it
     NamespacePods  the launcher: a sandbox per pod, and in it all its containers with the chart's commands, paths and ports

@@ -90,10 +90,11 @@ def _enter(container: Container) -> None:
             inside = Path(f"{root}{folder}")
             inside.chmod(inside.stat().st_mode | 0o055)
     for mount in sorted(container.mounts, key=lambda mount: mount.path):
-        Path(f"{root}{mount.path}").mkdir(parents=True, exist_ok=True)
-        _mount("--bind", mount.source, f"{root}{mount.path}")
+        where = Path(f"{root}{Path(mount.path).resolve()}")  # /var/run is a link
+        where.mkdir(parents=True, exist_ok=True)
+        _mount("--bind", mount.source, str(where))
         if mount.read_only:
-            _mount("-o", "remount,bind,ro", f"{root}{mount.path}")
+            _mount("-o", "remount,bind,ro", str(where))
     if container.read_only_root:
         _mount("-o", "remount,ro", str(root))
     os.chroot(root)

@@ -1,7 +1,8 @@
 """The volumes of a pod as folders of this machine, so that its containers can mount them where the chart says.
 
-emptyDirs are the pod's own and outlive its containers; claims are their own and outlive pods; ConfigMaps, Secrets and the token of
-the service account are written down as they are when a container starts. Sizes are not bounded, and a volume in memory is on disk.
+emptyDirs are the pod's own and outlive its containers; claims are their own and outlive pods; ConfigMaps, Secrets and the token
+of the service account are written down as they are when a container starts. Sizes are not bounded, and a volume in memory is on
+disk.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kube.fake_api_resources import Json
 from tests.kube.fake_api_store import Store
 from tests.kube.fake_api_verbs import Verbs
 from tests.kube.fake_kubelet_pods import PodToRun
@@ -17,7 +18,7 @@ from tests.kube.pod_volumes import Volumes
 
 pytestmark = needs_namespaces
 
-POD = {
+POD: Json = {
     "metadata": {"name": "demo-0", "namespace": "baton", "uid": "u-1"},
     "spec": {
         "automountServiceAccountToken": False,
@@ -27,7 +28,7 @@ POD = {
 }
 
 
-def container(name: str, script: str) -> dict[str, object]:
+def container(name: str, script: str) -> Json:
     return {
         "name": name,
         "command": ["sh", "-c"],
@@ -53,7 +54,7 @@ def pods(network: Network, tmp_path: Path) -> Iterator[NamespacePods]:
     pods.close()
 
 
-def to_run(network: Network, *containers: dict[str, object], shares: bool = False) -> PodToRun:
+def to_run(network: Network, *containers: Json, shares: bool = False) -> PodToRun:
     spec = POD["spec"] | {"containers": list(containers), "shareProcessNamespace": shares}
     return PodToRun(POD | {"spec": spec}, spec["containers"][0], f"{network.pods}.7", {}, 0)
 
@@ -72,13 +73,16 @@ def test_a_container_has_its_own_name_address_user_volumes_and_a_root_it_cannot_
         os.sched_yield()
     said = pods.log("demo-0", "one").read_text().split("\n")
     assert said[:4] == ["demo-0", "10001", "10001", "10.0.0.9 demo-head"]
-    assert said[4] == f"{network.pods}.7" and int(said[5]) > 0 and said[6] == "read-only"
+    assert said[4] == f"{network.pods}.7"
+    assert int(said[5]) > 0, "it is an address of its network"
+    assert said[6] == "read-only"
     assert int(said[7]) <= 6, "it sees its own processes alone"
     assert (tmp_path / "claims" / "data" / "claim").read_text() == "of-claim\n"
     again = pods.launch(to_run(network, container("one", "cat /tmp/kept; exit 3")))
     while (status := again.poll()) is None:
         os.sched_yield()
-    assert status == 3 and pods.log("demo-0", "one").read_text().endswith("kept\n")
+    assert status == 3
+    assert pods.log("demo-0", "one").read_text().endswith("kept\n")
 
 
 def test_containers_see_each_others_processes_only_where_the_pod_says_so(network: Network, pods: NamespacePods) -> None:
@@ -91,13 +95,16 @@ def test_containers_see_each_others_processes_only_where_the_pod_says_so(network
         assert said == f"{seen}\n"
         left = [process for one in pod.containers.values() for process in one.processes()]
         pod.kill()
-        assert pod.poll() == -9 and left
+        assert pod.poll() == -9
+        assert left
         assert not any(process.is_running() and process.status() != "zombie" for process in left)
         log.unlink()
 
 
 def test_a_pod_is_told_to_end_and_a_command_runs_beside_it(network: Network, pods: NamespacePods) -> None:
-    pod = pods.launch(to_run(network, container("one", 'trap "echo bye; exit 0" TERM; echo up; while :; do sleep 0.1; done')))
+    pod = pods.launch(
+        to_run(network, container("one", 'trap "echo bye; exit 0" TERM; echo up; while :; do sleep 0.1; done'))
+    )
     log = pods.log("demo-0", "one")
     while log.read_text() != "up\n":
         assert pod.poll() is None
@@ -108,7 +115,8 @@ def test_a_pod_is_told_to_end_and_a_command_runs_beside_it(network: Network, pod
     pod.terminate()
     while (status := pod.poll()) is None:
         os.sched_yield()
-    assert status == 0 and log.read_text().endswith("bye\n")
+    assert status == 0
+    assert log.read_text().endswith("bye\n")
 
 
 def test_nothing_is_left_of_a_network(network: Network, pods: NamespacePods) -> None:
