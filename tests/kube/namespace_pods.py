@@ -59,10 +59,11 @@ class Network:
     def __init__(self) -> None:
         self.number = random.choice([n for n in range(64, 250) if not _is_taken(n)])
         self.bridge = f"pods{self.number}"
+        self.gateway = f"10.{self.number}.0.1"
         self.pods = f"10.{self.number}.1"  # the kubelet hands out addresses in it
         self._num_services = 0
         _ip("link", "add", self.bridge, "type", "bridge")
-        _ip("addr", "add", f"10.{self.number}.0.1/16", "dev", self.bridge)
+        _ip("addr", "add", f"{self.gateway}/16", "dev", self.bridge)
         _ip("link", "set", self.bridge, "up")
 
     def service_ip(self) -> str:
@@ -97,6 +98,7 @@ class Sandbox:
             ["ip", "addr", "add", f"{ip}/16", "dev", "eth0"],
             ["ip", "link", "set", "eth0", "up"],
             ["ip", "link", "set", "lo", "up"],
+            ["ip", "route", "add", "default", "via", network.gateway],
         ):
             subprocess.run([*within, *command], check=True)
 

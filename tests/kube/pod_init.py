@@ -83,6 +83,7 @@ def _enter(container: Container) -> None:
     _mount("-t", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", "overlay", str(root))
     _mount("--rbind", "/dev", f"{root}/dev")
     _mount("-t", "proc", "proc", f"{root}/proc")
+    _mount("-t", "sysfs", "-o", "ro", "sysfs", f"{root}/sys")  # of the pod's network: UCX finds its devices there
     Path(root, "etc/hosts").write_text(container.hosts)
     Path(root, "etc/resolv.conf").write_text("")
     for seen in container.must_be_seen:
