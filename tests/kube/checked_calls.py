@@ -10,6 +10,7 @@ Workers are emulated GPUs, whose tokens are a function of the prompt (engine/emu
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,10 +18,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import grpc.aio
+import httpx
 
 from baton.request import SamplingParams
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from engine.emulated_runner import emulated_answer
+from router.front_end import FrontEnd
 from tests.integration.cluster_rig import collect
 from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE
 
@@ -57,6 +60,13 @@ class Calls:
         met = [not call.wrong and call.ttft_s <= ttft_s and call.tpot_s <= tpot_s for call in self.done]
         starts = range(max(1, len(met) - num_calls + 1))
         return min(sum(met[i : i + num_calls]) / len(met[i : i + num_calls]) for i in starts)
+
+
+async def num_moved(router: FrontEnd) -> int:
+    """Sequences that went on elsewhere because a worker was lost."""
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(f"http://127.0.0.1:{router.http_port}/metrics")).text
+    return sum(int(float(found)) for found in re.findall(r"^baton_request_retries_total\{.*\} (\S+)$", page, re.M))
 
 
 @dataclass

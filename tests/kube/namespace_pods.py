@@ -62,7 +62,9 @@ class Network:
         self.gateway = f"10.{self.number}.0.1"
         self.pods = f"10.{self.number}.1"  # the kubelet hands out addresses in it
         self._num_services = 0
-        _ip("link", "add", self.bridge, "type", "bridge")
+        # A hardware address of its own: else it has the lowest of its ports', and is lost to all when a new pod's is lower
+        own = f"02:00:00:00:00:{self.number:02x}"
+        _ip("link", "add", self.bridge, "address", own, "type", "bridge")
         _ip("addr", "add", f"{self.gateway}/16", "dev", self.bridge)
         _ip("link", "set", self.bridge, "up")
 

@@ -35,7 +35,7 @@ from baton.model_files import load_model_files
 from baton.v1 import serving_pb2_grpc
 from router.front_end import FrontEnd
 from tests.chart.chart_rig import Manifest, Values, merged, render
-from tests.kube.checked_calls import Caller, Calls
+from tests.kube.checked_calls import Caller, Calls, num_moved
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_resources import PODS, STATEFUL_SETS, Json, Resource
 from tests.kube.fake_api_rules import is_ready
@@ -139,7 +139,11 @@ class RayRig:
     async def conditions(self) -> dict[str, str]:
         """Kinds that hold, and their messages."""
         held = (await self.admin("GET", "kubernetes")).get("conditions", ())
-        return {one["kind"]: one["message"] for one in held}
+        return {one["condition"]["kind"]: one["condition"]["message"] for one in held}
+
+    async def num_moved(self) -> int:
+        """Sequences that went on elsewhere because a worker was lost."""
+        return await num_moved(self.front_end)
 
     async def scale(self, home: str, num_workers: int) -> str:
         done = await self.admin("POST", f"pools/{home}:scale", {"workers": num_workers, "reason": "a launch"})
@@ -235,7 +239,7 @@ async def ray_rig(
         services.serve_all()
         kubelet = stack.enter_context(FakeKubelet(api, pods_here.launch, nodes=nodes, network=network.pods))
         controller_pod(api, 0)
-        front_end = FrontEnd(_router(found, services, volumes), load_model_files(volumes.claim("models") / "tiny"))
+        front_end = FrontEnd(_router(found, services, volumes), load_model_files(str(volumes.claim("models") / "tiny")))
         await front_end.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{front_end.grpc_port}") as channel:

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -47,7 +46,7 @@ from baton.model_files import load_model_files
 from baton.v1 import serving_pb2_grpc
 from bench.cluster import free_ports
 from router.front_end import FrontEnd
-from tests.kube.checked_calls import Caller, Calls
+from tests.kube.checked_calls import Caller, Calls, num_moved
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_resources import PODS, STATEFUL_SETS, Json
 from tests.kube.fake_api_rules import is_ready
@@ -223,9 +222,7 @@ class KubeRig:
 
     async def num_moved(self) -> int:
         """Sequences that went on elsewhere because a worker was lost."""
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            page = (await client.get(f"http://127.0.0.1:{self.front_end.http_port}/metrics")).text
-        return sum(int(float(found)) for found in re.findall(r"^baton_request_retries_total\{.*\} (\S+)$", page, re.M))
+        return await num_moved(self.front_end)
 
     def calls(self, num_clients: int = 4, num_tokens: int = NUM_TOKENS) -> AbstractAsyncContextManager[Calls]:
         return self.caller.calls(num_clients, num_tokens)

@@ -2,24 +2,129 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.chart.chart_rig import needs_helm
+from tests.kube.fake_api_resources import PODS
+from tests.kube.kube_rig import NAMESPACE
 from tests.kube.namespace_pods import needs_namespaces
-from tests.kube.ray_rig import FULLNAME, ray_rig
+from tests.kube.ray_rig import FULLNAME, HEAD, RayRig, ray_rig
 
 # Each starts a head and a Ray node per pod: 40 processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_helm, needs_namespaces]
 
 PREFILL, FIRST, SECOND = (f"{FULLNAME}-{name}" for name in ("prefill-0", "decode-0", "decode-1"))
+AWAY_S = 120.0  # of the head
+CONTROL_IMAGE = "baton-control:0.1.0"
 
 
 async def test_pods_of_the_chart_become_ray_nodes_with_one_worker_each_and_pools_change_size(tmp_path: Path) -> None:
     async with ray_rig(tmp_path) as rig, rig.calls() as calls:
         await rig.until(lambda: calls.worked(FIRST), "calls are answered")
-        pids = rig.worker_pids()
-        assert {name: len(found) for name, found in pids.items()} == {PREFILL: 1, FIRST: 1}
-        print(pids, await rig.workers(), await rig.conditions())
-    calls.check(at_least=4)
+        before = rig.worker_pids()
+        assert {name: len(pids) for name, pids in before.items()} == {PREFILL: 1, FIRST: 1}
+        await rig.scale("decode", 2)
+        took_s = await rig.until(lambda: calls.worked(SECOND), "a second pod, its Ray node and worker have served")
+        print(f"the second decode worker served {took_s:.1f} s after it was asked for")
+        assert rig.size("decode") == 2
+        assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
+        await rig.until_condition(set())
+        await rig.scale("decode", 1)
+        await rig.until(lambda: SECOND not in rig.ready(), "the router knows that it drains")
+        assert SECOND in rig.pods(), "its pod is there until it has drained"
+        took_s = await rig.until(lambda: SECOND not in rig.pods(), "the second pod is gone")
+        print(f"its pod was gone {took_s:.1f} s after it began to drain")
+        assert rig.size("decode") == 1
+        assert rig.worker_pids() == before, "and nobody else was touched"
+        assert await rig.num_moved() == 0
+    calls.check(at_least=20)
+
+
+async def be_away(rig: RayRig, seconds: float) -> None:
+    """The head's pod is lost, and its next one's image cannot be had for so long."""
+    rig.nodes.bad_images.add(CONTROL_IMAGE)
+    before, ip = rig.uid(HEAD), rig.ip(HEAD)
+    rig.process(HEAD).kill()
+    rig.api.verbs.delete(PODS, NAMESPACE, HEAD, {"gracePeriodSeconds": 0})
+    began_s = time.monotonic()
+    took_s = await rig.until_condition({"RayHeadAway"})
+    print(f"the condition held {took_s:.1f} s after the head had died")
+    while (left_s := began_s + seconds - time.monotonic()) > 0:
+        await asyncio.sleep(min(5.0, left_s))
+        assert (await rig.conditions()).keys() == {"RayHeadAway"}
+    rig.nodes.bad_images.clear()
+    await rig.until(lambda: rig.is_ready(HEAD), "the head's next pod is Ready")
+    took_s = await rig.until_condition(set())
+    print(f"the condition was over {took_s:.1f} s after the head's next pod was Ready")
+    assert rig.uid(HEAD) != before
+    assert rig.ip(HEAD) != ip, "it is at another address"
+
+
+async def test_a_head_that_is_away_costs_no_call_and_comes_back_to_the_same_workers(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path) as rig, rig.calls() as calls:
+        await rig.until(lambda: calls.worked(FIRST), "calls are answered")
+        await rig.until_condition(set())
+        before, workers = rig.worker_pids(), await rig.workers()
+        await be_away(rig, AWAY_S)
+        assert rig.worker_pids() == before
+        assert await rig.workers() == workers
+        assert await rig.num_moved() == 0
+        await rig.scale("decode", 2)
+        await rig.until(lambda: calls.worked(SECOND), "a worker is placed as before")
+        assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
+    calls.check(at_least=100)
+
+
+async def test_a_head_whose_container_dies_restarts_in_place_with_the_same_workers(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path) as rig, rig.calls() as calls:
+        await rig.until(lambda: calls.worked(FIRST), "calls are answered")
+        before, uid = rig.worker_pids(), rig.uid(HEAD)
+        rig.process(HEAD).kill()
+        await rig.until(lambda: not rig.is_ready(HEAD), "it is seen")
+        await rig.until(lambda: rig.is_ready(HEAD), "its container runs again")
+        assert rig.uid(HEAD) == uid
+        await rig.scale("decode", 2)
+        await rig.until(lambda: calls.worked(SECOND), "a worker is placed as before")
+        assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
+        await rig.until_condition(set())
+    calls.check(at_least=20)
+
+
+async def test_a_pod_whose_node_and_worker_are_killed_gets_its_worker_again(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        before, uid = rig.worker_pids(), rig.uid(SECOND)
+        for process in (*rig.process(SECOND).processes("raylet"), *rig.process(SECOND).processes("ray::WorkerActor")):
+            process.kill()
+        await rig.until(lambda: SECOND not in rig.ready(), "the router has noticed")
+        took_s = await rig.until(lambda: SECOND in rig.ready(), "a worker serves there again")
+        print(f"the worker served {took_s:.1f} s after the router had noticed")
+        after = rig.worker_pids()
+        assert rig.uid(SECOND) == uid
+        assert after.keys() == before.keys()
+        assert {name for name in after if after[name] != before[name]} == {SECOND}
+        assert await rig.num_moved() > 0, "streams went on elsewhere"
+        num_before = sum(call.decode_worker == SECOND for call in calls.done)
+        await rig.until(lambda: sum(c.decode_worker == SECOND for c in calls.done) > num_before, "it has calls again")
+    calls.check(at_least=20)
+
+
+async def test_an_eviction_by_name_drains_the_worker_before_its_pod_ends(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        before, uid = rig.worker_pids(), rig.uid(SECOND)
+        rig.api.verbs.evict(NAMESPACE, SECOND, {})
+        await rig.until(lambda: SECOND not in rig.ready(), "the router knows that it drains")
+        assert rig.uid(SECOND) == uid, "its pod is there until it has drained"
+        await rig.until(lambda: rig.uid(SECOND) not in ("", uid), "another pod of that name")
+        took_s = await rig.until(lambda: SECOND in rig.ready(), "and a worker on it")
+        print(f"the next worker served {took_s:.1f} s after its pod was made")
+        assert {name: pids for name, pids in rig.worker_pids().items() if name != SECOND} == {
+            name: pids for name, pids in before.items() if name != SECOND
+        }
+        assert await rig.num_moved() == 0, "what ran there ended there"
+    calls.check(at_least=20)
