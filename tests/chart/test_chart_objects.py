@@ -378,3 +378,12 @@ def test_pods_are_replaced_when_what_they_read_at_start_changes() -> None:
     assert sets <= {name for name in before if before[name] != engine[name]}
     mode = marks({"scaler": {"mode": "auto"}})
     assert {name for name in before if before[name] != mode[name]} == {"Deployment/demo-baton-controller"}
+
+
+def test_a_controller_sees_the_processes_of_its_ray_node() -> None:
+    """Ray's driver looks for a raylet among the processes, and where it sees none it never connects."""
+    for name in ("least", "kuberay", "everything"):
+        release = render(MATRIX[name])
+        pod = next(pod for _, pod in release.pods() if "baton.dev/controller" in pod["metadata"]["labels"])
+        assert {container["name"] for container in pod["spec"]["containers"]} == {"controller", "ray-node"}
+        assert pod["spec"]["shareProcessNamespace"] is True
