@@ -10,9 +10,10 @@ import pytest
 
 from tests.chart.chart_rig import needs_helm
 from tests.kube.fake_api_resources import PODS
+from tests.kube.fake_kubelet import Node
 from tests.kube.kube_rig import NAMESPACE
 from tests.kube.namespace_pods import needs_namespaces
-from tests.kube.ray_rig import FULLNAME, HEAD, RayRig, ray_rig
+from tests.kube.ray_rig import FULLNAME, GPU, HEAD, RayRig, ray_rig
 
 # Each starts a head and a Ray node per pod: 40 processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_helm, needs_namespaces]
@@ -27,6 +28,10 @@ async def test_pods_of_the_chart_become_ray_nodes_with_one_worker_each_and_pools
         await rig.until(lambda: calls.worked(FIRST), "calls are answered")
         before = rig.worker_pids()
         assert {name: len(pids) for name, pids in before.items()} == {PREFILL: 1, FIRST: 1}
+        for pod in before:
+            said = rig.pods_here.log(pod, "worker").read_text()
+            assert '"event":"worker_ready"' in said, "what the worker says is what the pod says"
+            assert len(said) < 20_000, "and not much else is"
         await rig.scale("decode", 2)
         took_s = await rig.until(lambda: calls.worked(SECOND), "a second pod, its Ray node and worker have served")
         print(f"the second decode worker served {took_s:.1f} s after it was asked for")
@@ -110,6 +115,29 @@ async def test_a_pod_whose_node_and_worker_are_killed_gets_its_worker_again(tmp_
         assert await rig.num_moved() > 0, "streams went on elsewhere"
         num_before = sum(call.decode_worker == SECOND for call in calls.done)
         await rig.until(lambda: sum(c.decode_worker == SECOND for c in calls.done) > num_before, "it has calls again")
+    calls.check(at_least=20)
+
+
+async def test_a_machine_that_is_lost_takes_no_answer_along_and_its_pod_comes_back_elsewhere(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path, nodes=[Node("gpu-1", {GPU: 4}), Node("gpu-2", {GPU: 2})]) as rig, rig.calls(8) as calls:
+        await rig.scale("decode", 2)
+        await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        before, uid = rig.worker_pids(), rig.uid(SECOND)
+        assert rig.pods()[SECOND]["spec"]["nodeName"] == "gpu-2"
+        rig.process(SECOND).sandbox.unplug()
+        rig.nodes.lose_node("gpu-2", kill=True)
+        took_s = await rig.until(lambda: SECOND not in rig.ready(), "the router has noticed")
+        print(f"the router noticed {took_s:.1f} s after the machine had gone")
+        await rig.until_condition({"NodeLost"})
+        rig.nodes.add_node(Node("gpu-3", {GPU: 2}))
+        rig.api.verbs.delete(PODS, NAMESPACE, SECOND, {"gracePeriodSeconds": 0})  # what follows `kubectl delete node`
+        took_s = await rig.until(lambda: SECOND in rig.ready(), "a worker serves on another machine")
+        print(f"the worker served {took_s:.1f} s after its pod was let go")
+        assert rig.pods()[SECOND]["spec"]["nodeName"] == "gpu-3"
+        assert rig.uid(SECOND) != uid
+        assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
+        assert await rig.num_moved() > 0, "streams went on elsewhere"
+        await rig.until_condition(set())
     calls.check(at_least=20)
 
 
