@@ -55,6 +55,7 @@ class FakeKubelet:
         self.bad_images: set[str] = set()
         self._lives: dict[str, PodLife] = {}
         self._lost: set[str] = set()
+        self._off: set[str] = set()  # of the lost ones
         # Others run such tests at the same time
         self._network = network or f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._num_ips = 0
@@ -99,6 +100,7 @@ class FakeKubelet:
         self._lost.add(name)
         self._nodes.lose(name)
         if kill:
+            self._off.add(name)
             for life in self._lives.values():
                 if life.node == name:
                     life.kill()
@@ -106,6 +108,7 @@ class FakeKubelet:
 
     def node_back(self, name: str) -> None:
         self._lost.discard(name)
+        self._off.discard(name)
         self._nodes.back(name)
         self._wake()
 
@@ -113,6 +116,9 @@ class FakeKubelet:
 
     def is_cut_off(self, node: str) -> bool:
         return not self.api.up or node in self._lost
+
+    def is_off(self, node: str) -> bool:
+        return node in self._off
 
     def can_pull(self, image: str) -> bool:
         return image not in self.bad_images

@@ -131,6 +131,10 @@ class Surroundings(Protocol):
         """The API server cannot be reached from there."""
         ...
 
+    def is_off(self, node: str) -> bool:
+        """Nothing runs there, and nothing is started."""
+        ...
+
     def can_pull(self, image: str) -> bool: ...
 
 
@@ -221,6 +225,8 @@ class PodLife:
             self._sleep(BACKOFF_S * self._around.pace)
 
     def _launch(self) -> Process:
+        while self._around.is_off(self.node):
+            self._pause()
         while True:
             try:
                 env = environment(self._around.verbs, self._pod | {"status": self._status()}, self._spec)

@@ -7,7 +7,7 @@ A pod has a network, a host name and IPC of its own; its containers have file sy
 says so, users and volumes as the chart says, and see each other's processes only where the chart says that, too. Images are this
 machine and this tree. CPU, memory, capabilities, seccomp and NetworkPolicies are not enforced. Init containers are not run.
 
-It needs root, or `unshare -Urnm` around the whole test run: `needs_namespaces`.
+It needs root: `needs_namespaces`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _can_make_namespaces() -> bool:
 
 
 needs_namespaces = pytest.mark.skipif(
-    not _can_make_namespaces(), reason="pods are namespaces: run it as root, or all of pytest under unshare -Urnm"
+    not _can_make_namespaces(),
+    reason="pods are Linux namespaces: root, ip, mount, nsenter, unshare, overlayfs",
 )
 
 

@@ -37,7 +37,7 @@ from router.front_end import FrontEnd
 from tests.chart.chart_rig import Manifest, Values, merged, render
 from tests.kube.checked_calls import Caller, Calls, num_moved
 from tests.kube.fake_api import FakeApi
-from tests.kube.fake_api_resources import PODS, STATEFUL_SETS, Json, Resource
+from tests.kube.fake_api_resources import LEASES, PODS, STATEFUL_SETS, Json, Resource
 from tests.kube.fake_api_rules import is_ready
 from tests.kube.fake_kubelet import FakeKubelet, Node
 from tests.kube.fake_services import FakeServices
@@ -106,6 +106,11 @@ class RayRig:
     def is_ready(self, name: str) -> bool:
         return bool(self.uid(name)) and is_ready(self.api.verbs.get(PODS, NAMESPACE, name))
 
+    def leader(self) -> str:
+        """Its pod."""
+        held = self.api.verbs.get(LEASES, NAMESPACE, CONTROLLER).get("spec", {}).get("holderIdentity", "")
+        return str(held).rpartition("-")[0]
+
     def size(self, home: str) -> int:
         return int(self.api.verbs.get(STATEFUL_SETS, NAMESPACE, f"{FULLNAME}-{home}")["spec"]["replicas"])
 
@@ -157,6 +162,13 @@ class RayRig:
             assert time.monotonic() - began_s < patience_s, f"not within {patience_s:g} s: {what}; {self.tell()}"
             await asyncio.sleep(0.05)
         return time.monotonic() - began_s
+
+    async def until_led(self) -> None:
+        """A controller takes orders."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while not (await self.admin("GET", "pools")).get("autoscaler", {}).get("leads"):
+            assert time.monotonic() < ends_s, f"nobody leads: {self.tell()}"
+            await asyncio.sleep(0.25)
 
     async def until_condition(self, kinds: set[str], patience_s: float = PATIENCE_S) -> float:
         """Until these hold and no others; seconds that it took."""
@@ -219,6 +231,7 @@ async def ray_rig(
     *,
     prefill: int = 1,
     decode: int = 1,
+    controllers: int = 1,
     nodes: Sequence[Node] = (Node("gpu-1", {GPU: 16}),),
     values: Values | None = None,
 ) -> AsyncIterator[RayRig]:
@@ -238,7 +251,8 @@ async def ray_rig(
         api.load([*found, admin_secret()], NAMESPACE)
         services.serve_all()
         kubelet = stack.enter_context(FakeKubelet(api, pods_here.launch, nodes=nodes, network=network.pods))
-        controller_pod(api, 0)
+        for number in range(controllers):
+            controller_pod(api, number)
         front_end = FrontEnd(_router(found, services, volumes), load_model_files(str(volumes.claim("models") / "tiny")))
         await front_end.start()
         try:

@@ -119,9 +119,13 @@ async def test_a_pod_whose_node_and_worker_are_killed_gets_its_worker_again(tmp_
 
 
 async def test_a_machine_that_is_lost_takes_no_answer_along_and_its_pod_comes_back_elsewhere(tmp_path: Path) -> None:
-    async with ray_rig(tmp_path, nodes=[Node("gpu-1", {GPU: 4}), Node("gpu-2", {GPU: 2})]) as rig, rig.calls(8) as calls:
+    async with (
+        ray_rig(tmp_path, nodes=[Node("gpu-1", {GPU: 4}), Node("gpu-2", {GPU: 2})]) as rig,
+        rig.calls(8) as calls,
+    ):
         await rig.scale("decode", 2)
         await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
+        await rig.until(lambda: rig.is_ready(SECOND), "its kubelet has said so")
         before, uid = rig.worker_pids(), rig.uid(SECOND)
         assert rig.pods()[SECOND]["spec"]["nodeName"] == "gpu-2"
         rig.process(SECOND).sandbox.unplug()
@@ -138,6 +142,24 @@ async def test_a_machine_that_is_lost_takes_no_answer_along_and_its_pod_comes_ba
         assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
         assert await rig.num_moved() > 0, "streams went on elsewhere"
         await rig.until_condition(set())
+    calls.check(at_least=20)
+
+
+async def test_a_controller_that_dies_is_followed_by_one_with_a_ray_node_of_its_own(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path, controllers=2) as rig, rig.calls() as calls:
+        await rig.until(lambda: calls.worked(FIRST), "calls are answered")
+        before, leader = rig.worker_pids(), rig.leader()
+        assert rig.uid(leader)
+        rig.process(leader).kill()
+        rig.api.verbs.delete(PODS, NAMESPACE, leader, {"gracePeriodSeconds": 0})
+        took_s = await rig.until(lambda: rig.leader() not in ("", leader), "the other one leads")
+        print(f"the other one led {took_s:.1f} s after the leader had died")
+        await rig.until_led()
+        assert rig.worker_pids() == before, "nobody was restarted"
+        await rig.scale("decode", 2)
+        await rig.until(lambda: calls.worked(SECOND), "it places workers as the first one did")
+        assert rig.worker_pids() == before | {SECOND: rig.worker_pids()[SECOND]}
+        assert await rig.num_moved() == 0
     calls.check(at_least=20)
 
 
