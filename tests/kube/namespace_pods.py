@@ -87,7 +87,7 @@ class Sandbox:
         self.name = name
         self._pause = subprocess.Popen(
             ["unshare", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child", *INIT, "pause"],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._pause.stdout is not None
         assert self._pause.stdout.readline() == b"ready\n"
@@ -117,11 +117,9 @@ class Sandbox:
 
     def close(self) -> None:
         """Whatever runs in it is killed with the first process there."""
-        for child in psutil.Process(self._pause.pid).children():
-            child.kill()
-        self._pause.wait()  # its namespaces end with it, and the device with them
-        assert self._pause.stdout is not None
-        self._pause.stdout.close()
+        _ip("link", "delete", self._device)
+        with self._pause:  # stdin is closed, and its end awaited
+            pass
 
 
 class RunningContainer:

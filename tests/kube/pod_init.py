@@ -1,6 +1,6 @@
 """What a container of a namespace pod (namespace_pods.py) begins with, in namespaces that others have made:
 
-    python -m tests.kube.pod_init pause   hold them, and reap whoever is left over, as a cluster's pause process does
+    python -m tests.kube.pod_init pause   hold them until stdin is closed, and reap orphans, as a cluster's pause process does
     python -m tests.kube.pod_init run     read a Container from stdin, make its file system, run its command, end as it ends
 
 The file system is this machine's own with a layer of the container's on top, where volumes are mounted; then it is read-only
@@ -10,6 +10,7 @@ whole group, and orphans are reaped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -52,11 +53,11 @@ class Container:
         return cls(**fields)
 
 
-def pause() -> int:
+def pause() -> None:
+    """Also ends with whoever made it: then nobody holds the other end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     print("ready", flush=True)
-    while True:
-        signal.sigwait({signal.SIGCHLD})
-        _reap()
+    sys.stdin.read()
 
 
 def run(container: Container) -> int:
@@ -65,7 +66,8 @@ def run(container: Container) -> int:
     child = os.fork()
     if child == 0:
         _become(container)
-    os.setpgid(child, child)
+    with contextlib.suppress(PermissionError):  # it has done so itself, and runs its command already
+        os.setpgid(child, child)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGTERM))
     while True:
         pid, status = os.wait()
@@ -114,16 +116,8 @@ def _mount(*args: str) -> None:
     subprocess.run(["mount", *args], check=True)
 
 
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "pause":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        sys.exit(pause())
-    sys.exit(run(Container.from_json(sys.stdin.read())))
+        pause()
+    else:
+        sys.exit(run(Container.from_json(sys.stdin.read())))

@@ -19,8 +19,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,15 +214,6 @@ def controller_pod(api: FakeApi, number: int) -> Json:
     template = api.verbs.get(DEPLOYMENTS, NAMESPACE, CONTROLLER)["spec"]["template"]
     pod = {"metadata": template["metadata"] | {"name": f"{CONTROLLER}-{number}"}, "spec": template["spec"]}
     return api.verbs.create(PODS, NAMESPACE, pod)
-
-
-@contextmanager
-def _closed(*parts: Callable[[], None]) -> Iterator[None]:
-    """Each is called at the end, whatever the others raise, the last one first."""
-    with contextlib.ExitStack() as stack:
-        for part in parts:
-            stack.callback(part)
-        yield
 
 
 @asynccontextmanager

@@ -86,9 +86,11 @@ def test_a_container_has_its_own_name_address_user_volumes_and_a_root_it_cannot_
 
 
 def test_containers_see_each_others_processes_only_where_the_pod_says_so(network: Network, pods: NamespacePods) -> None:
-    look = "sleep 0.3; ps -eo args | grep -c '^sleep 77'; exec sleep 78"
     for shares, seen in ((False, "0"), (True, "1")):
-        pod = pods.launch(to_run(network, container("one", "exec sleep 77"), container("two", look), shares=shares))
+        up = f"/tmp/up-{seen}"
+        one = container("one", f"touch {up}; exec sleep 77")
+        look = f"until test -e {up}; do sleep 0.05; done; sleep 0.5; ps -eo args | grep -c '^sleep 77'; exec sleep 78"
+        pod = pods.launch(to_run(network, one, container("two", look), shares=shares))
         log = pods.log("demo-0", "two")
         while not (said := log.read_text()):
             assert pod.poll() is None
