@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import copy
 import hashlib
 import json
 import shutil
@@ -48,6 +49,7 @@ from tests.tiny_models import make_tiny_model
 NAMESPACE, FULLNAME = "baton", "demo"
 HEAD = f"{FULLNAME}-head-0"
 CONTROLLER = f"{FULLNAME}-controller"
+ROUTER = f"{FULLNAME}-router"
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 GPU = "nvidia.com/gpu"
 START_S = 60.0
@@ -99,6 +101,9 @@ class RayRig:
         """Empty where there is no such pod."""
         found = {p["metadata"]["name"]: p for p in self.api.verbs.objects(PODS, NAMESPACE)}
         return str(found[name]["metadata"]["uid"]) if name in found else ""
+
+    def phase(self, name: str) -> str:
+        return str(self.api.verbs.get(PODS, NAMESPACE, name)["status"].get("phase", ""))
 
     def ip(self, name: str) -> str:
         return str(self.api.verbs.get(PODS, NAMESPACE, name)["status"]["podIP"])
@@ -191,10 +196,19 @@ class RayRig:
         return f"pods {pods}; router {self.front_end.fleet.unready_reason()!r}, ready {self.ready()}\n{said}"
 
 
+def rendered(values: Values) -> list[Manifest]:
+    release = render(merged(VALUES, values), "demo", "--namespace", NAMESPACE)
+    return [copy.deepcopy(one) for one in release.manifests]
+
+
+def helm_tests() -> list[Manifest]:
+    """Pods that `helm test` runs."""
+    return [one for one in rendered({}) if one["metadata"].get("annotations", {}).get("helm.sh/hook") == "test"]
+
+
 def manifests(values: Values, token: Path, api_url: str) -> list[Manifest]:
     """Of the release, without Helm's hooks; the controller's configuration leads to this API server."""
-    release = render(merged(VALUES, values), "demo", "--namespace", NAMESPACE)
-    found = [json.loads(json.dumps(one)) for one in release.manifests]
+    found = rendered(values)
     config = next(m for m in found if m["metadata"]["name"] == f"{FULLNAME}-config")
     cluster = json.loads(config["data"]["cluster.json"])
     cluster["kubernetes"] |= {"api_server": api_url, "token_file": str(token)}
@@ -209,10 +223,10 @@ def admin_secret() -> Manifest:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{FULLNAME}-admin"}, "data": data}
 
 
-def controller_pod(api: FakeApi, number: int) -> Json:
-    """As the Deployment's ReplicaSet would make it."""
-    template = api.verbs.get(DEPLOYMENTS, NAMESPACE, CONTROLLER)["spec"]["template"]
-    pod = {"metadata": template["metadata"] | {"name": f"{CONTROLLER}-{number}"}, "spec": template["spec"]}
+def deployment_pod(api: FakeApi, deployment: str, number: int) -> Json:
+    """As its ReplicaSet would make it."""
+    template = api.verbs.get(DEPLOYMENTS, NAMESPACE, deployment)["spec"]["template"]
+    pod = {"metadata": template["metadata"] | {"name": f"{deployment}-{number}"}, "spec": template["spec"]}
     return api.verbs.create(PODS, NAMESPACE, pod)
 
 
@@ -243,7 +257,7 @@ async def ray_rig(
         services.serve_all()
         kubelet = stack.enter_context(FakeKubelet(api, pods_here.launch, nodes=nodes, network=network.pods))
         for number in range(controllers):
-            controller_pod(api, number)
+            deployment_pod(api, CONTROLLER, number)
         front_end = FrontEnd(_router(found, services, volumes), load_model_files(str(volumes.claim("models") / "tiny")))
         await front_end.start()
         try:

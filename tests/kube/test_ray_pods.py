@@ -6,14 +6,17 @@ import asyncio
 import time
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
+from baton.v1 import serving_pb2_grpc
 from tests.chart.chart_rig import needs_helm
+from tests.kube.checked_calls import Caller
 from tests.kube.fake_api_resources import PODS
 from tests.kube.fake_kubelet import Node
 from tests.kube.kube_rig import NAMESPACE
 from tests.kube.namespace_pods import needs_namespaces
-from tests.kube.ray_rig import FULLNAME, GPU, HEAD, RayRig, ray_rig
+from tests.kube.ray_rig import CALL_S, FULLNAME, GPU, HEAD, ROUTER, RayRig, deployment_pod, helm_tests, ray_rig
 
 # Each starts a head and a Ray node per pod: 40 processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_helm, needs_namespaces]
@@ -47,6 +50,25 @@ async def test_pods_of_the_chart_become_ray_nodes_with_one_worker_each_and_pools
         assert rig.worker_pids() == before, "and nobody else was touched"
         assert await rig.num_moved() == 0
     calls.check(at_least=20)
+
+
+async def test_a_router_of_the_chart_serves_and_the_release_passes_its_helm_tests(tmp_path: Path) -> None:
+    async with ray_rig(tmp_path) as rig:
+        deployment_pod(rig.api, ROUTER, 0)
+        await rig.until(lambda: rig.is_ready(f"{ROUTER}-0"), "the router's pod is Ready")
+        tests = helm_tests()
+        assert len(tests) == 3
+        for test in tests:
+            name = test["metadata"]["name"]
+            rig.api.verbs.create(PODS, NAMESPACE, test)
+            await rig.until(lambda: rig.phase(name) in ("Succeeded", "Failed"), f"{name} has ended")  # noqa: B023
+            assert rig.phase(name) == "Succeeded", rig.pods_here.log(name, "check").read_text()
+        async with (
+            grpc.aio.insecure_channel(f"{rig.services.ip(ROUTER)}:50051") as channel,
+            Caller(serving_pb2_grpc.ServingStub(channel), CALL_S).calls(2, 60) as calls,
+        ):
+            await rig.until(lambda: calls.worked(FIRST), "calls through its Service are answered")
+        calls.check()
 
 
 async def be_away(rig: RayRig, seconds: float) -> None:
