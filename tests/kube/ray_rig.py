@@ -124,13 +124,19 @@ class RayRig:
         assert isinstance(running, NamespacePod)
         return running
 
-    def worker_pids(self) -> dict[str, list[int]]:
-        """Processes of worker actors by pod, as this machine counts them."""
-        return {
-            name: [process.pid for process in self.process(name).processes("ray::WorkerActor")] for name in self.pods()
-        }
+    async def worker_pids(self) -> dict[str, list[int]]:
+        """Processes of worker actors by pod, as this machine counts them. On a thread: the router is on the loop."""
+
+        def pids(name: str) -> list[int]:
+            return [process.pid for process in self.process(name).processes("ray::WorkerActor")]
+
+        return await asyncio.to_thread(lambda: {name: pids(name) for name in self.pods()})
 
     # -- what a test asks for ----------------------------------------------------------------------------------------
+
+    async def kill(self, pod: str) -> None:
+        """All of it. On a thread: the router is on the loop, and would hear of nobody meanwhile."""
+        await asyncio.to_thread(self.process(pod).kill)
 
     async def admin(self, method: str, path: str, body: object = None) -> Any:
         """Through the Service, as an operator; empty while nobody answers."""
