@@ -145,7 +145,8 @@ class RunningContainer:
         return psutil.Process(self._runtime.pid).children(recursive=True) if self.poll() is None else []
 
     def terminate(self) -> None:
-        self._first().terminate()
+        with contextlib.suppress(psutil.NoSuchProcess, StopIteration):  # it has ended meanwhile
+            self._first().terminate()
 
     def kill(self) -> None:
         """Returns once nothing of it runs; its runtime ends by itself then."""

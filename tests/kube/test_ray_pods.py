@@ -195,6 +195,7 @@ async def test_an_eviction_by_name_drains_the_worker_before_its_pod_ends(tmp_pat
     async with ray_rig(tmp_path, decode=2) as rig, rig.calls(8) as calls:
         await rig.until(lambda: calls.worked(SECOND), "the second decode worker has served")
         before, uid = await rig.worker_pids(), rig.uid(SECOND)
+        await rig.until(lambda: rig.is_ready(FIRST) and rig.is_ready(SECOND), "the disruption budget allows it")
         rig.api.verbs.evict(NAMESPACE, SECOND, {})
         await rig.until(lambda: SECOND not in rig.ready(), "the router knows that it drains")
         assert rig.uid(SECOND) == uid, "its pod is there until it has drained"
