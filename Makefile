@@ -28,7 +28,7 @@ test-computing: .venv/installed-test .venv/bin/helm # its output comes at its en
 	@mkdir -p build; nice -n 19 $(PYTEST) -p no:cacheprovider --timeout 600 $(COMPUTING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
 test-waiting: test-computing
 	@mkdir -p build; nice -n 5 $(PYTEST) -p no:cacheprovider $(WAITING) > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
-chart: .venv/installed-test .venv/bin/helm # the chart, the images and Kubernetes, slow tests too; packs build/baton-*.tgz
+chart: .venv/installed-test .venv/bin/helm # chart, images, Kubernetes, slow tests too (as root also real Ray on pods); packs build/baton-*.tgz
 	@$(BIN)/python -m pytest -m "not gpu" tests/chart tests/docker tests/kube
 	@$(BIN)/helm package deploy/helm/baton --destination build
 lint: .venv/installed-test

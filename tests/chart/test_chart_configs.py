@@ -184,7 +184,7 @@ def test_slo_classes_are_what_the_admin_endpoint_takes() -> None:
 
 
 def test_ray_is_started_with_the_environment_that_was_measured(tmp_path: Path) -> None:
-    """What `baton up` gives, less what is for one machine only; the head's storage and hook are its own."""
+    """What `baton up` gives, less what is for one machine only; the head's storage and hook are its own, and pods print."""
     ours = dict(ray_head.environ(tmp_path / "token", tmp_path))
     of_machine = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
     of_head = {"RAY_gcs_storage", "RAY_gcs_storage_path", "RAY_START_HOOK"}
@@ -192,7 +192,9 @@ def test_ray_is_started_with_the_environment_that_was_measured(tmp_path: Path) -
         for pod_name, pod in render(MATRIX[name]).pods():
             for container in pod["spec"]["containers"]:
                 env = {item["name"]: item.get("value") for item in container.get("env", [])}
-                theirs = {key for key in env if key.startswith("RAY_")}
+                prints = {key for key in env if key in ("RAY_LOG_TO_STDERR", "RAY_BACKEND_LOG_LEVEL")}
+                assert len(prints) == (2 if container["name"] == "worker" else 0), "what a worker says is its pod's log"
+                theirs = {key for key in env if key.startswith("RAY_")} - prints
                 if not theirs:
                     continue
                 is_head = container["name"] == "head"

@@ -422,3 +422,12 @@ def _pod(release: Release, part: str) -> Manifest:
     kind, name = ("StatefulSet", "decode") if part == "worker" else ("Deployment", "router")
     template: Manifest = release.get(kind, f"demo-baton-{name}")["spec"]["template"]
     return template
+
+
+def test_a_controller_sees_the_processes_of_its_ray_node() -> None:
+    """Ray's driver looks for a raylet among the processes, and where it sees none it never connects."""
+    for name in ("least", "kuberay", "everything"):
+        release = render(MATRIX[name])
+        pod = next(pod for _, pod in release.pods() if "baton.dev/controller" in pod["metadata"]["labels"])
+        assert {container["name"] for container in pod["spec"]["containers"]} == {"controller", "ray-node"}
+        assert pod["spec"]["shareProcessNamespace"] is True

@@ -39,8 +39,15 @@ class Node:
 
 class FakeKubelet:
     def __init__(
-        self, api: FakeApi, launch: Launch, *, nodes: Sequence[Node] = (Node("node-1"),), pace: float = 1.0
+        self,
+        api: FakeApi,
+        launch: Launch,
+        *,
+        nodes: Sequence[Node] = (Node("node-1"),),
+        pace: float = 1.0,
+        network: str = "",
     ) -> None:
+        """`network`: the first three numbers of pods' addresses; "" = some of the loopback's."""
         self.api = api
         self.verbs = api.verbs
         self.launch = launch
@@ -48,9 +55,9 @@ class FakeKubelet:
         self.bad_images: set[str] = set()
         self._lives: dict[str, PodLife] = {}
         self._lost: set[str] = set()
-        self._network = (
-            f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"  # others run such tests at the same time
-        )
+        self._off: set[str] = set()  # of the lost ones
+        # Others run such tests at the same time
+        self._network = network or f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._num_ips = 0
         self._sets = SetController(self.verbs, pace)
         self._scheduler = Scheduler(self.verbs)
@@ -93,6 +100,7 @@ class FakeKubelet:
         self._lost.add(name)
         self._nodes.lose(name)
         if kill:
+            self._off.add(name)
             for life in self._lives.values():
                 if life.node == name:
                     life.kill()
@@ -100,6 +108,7 @@ class FakeKubelet:
 
     def node_back(self, name: str) -> None:
         self._lost.discard(name)
+        self._off.discard(name)
         self._nodes.back(name)
         self._wake()
 
@@ -107,6 +116,9 @@ class FakeKubelet:
 
     def is_cut_off(self, node: str) -> bool:
         return not self.api.up or node in self._lost
+
+    def is_off(self, node: str) -> bool:
+        return node in self._off
 
     def can_pull(self, image: str) -> bool:
         return image not in self.bad_images

@@ -43,6 +43,9 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
+    def run(self, command: list[str], env: dict[str, str]) -> Process:
+        """Another command in the same container."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,9 @@ class Command(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
 
+    def run(self, command: list[str], env: dict[str, str]) -> Command:
+        return Command(command, env)
+
 
 def host_environment() -> dict[str, str]:
     """This interpreter's `python` is the image's."""
@@ -110,6 +116,9 @@ class Pretend:
     def crash(self, status: int = 1) -> None:
         self._ended = status
 
+    def run(self, command: list[str], env: dict[str, str]) -> Command:
+        return Command(command, env)
+
 
 class Surroundings(Protocol):
     """What a pod needs of its kubelet."""
@@ -120,6 +129,10 @@ class Surroundings(Protocol):
 
     def is_cut_off(self, node: str) -> bool:
         """The API server cannot be reached from there."""
+        ...
+
+    def is_off(self, node: str) -> bool:
+        """Nothing runs there, and nothing is started."""
         ...
 
     def can_pull(self, image: str) -> bool: ...
@@ -212,6 +225,8 @@ class PodLife:
             self._sleep(BACKOFF_S * self._around.pace)
 
     def _launch(self) -> Process:
+        while self._around.is_off(self.node):
+            self._pause()
         while True:
             try:
                 env = environment(self._around.verbs, self._pod | {"status": self._status()}, self._spec)
@@ -340,15 +355,16 @@ class PodLife:
     def _run(self, command: list[str], timeout_s: float) -> int:
         """A command in the container: with its environment, no longer than so long, nor than the pod is let be."""
         env = environment(self._around.verbs, self._pod | {"status": self._status()}, self._spec)
-        process = Command([expanded(part, env) for part in command], env)
+        assert self.process is not None
+        process = self.process.run([expanded(part, env) for part in command], env)
         ends_s = time.monotonic() + timeout_s
         try:
-            while process.poll() is None:
+            while (status := process.poll()) is None:
                 if time.monotonic() > ends_s or self._quit.is_set() or self._forced:
                     raise subprocess.TimeoutExpired(command, timeout_s)
                 self._look()
                 time.sleep(TICK_S)
-            return int(process.returncode)
+            return status
         finally:
             process.kill()
 

@@ -1,7 +1,7 @@
 """Ray's part of a cluster of pods, without Ray: a pod is a node that can hold one worker, which is a real process.
 
 PodNode     what runs of a pod, in place of `ray start --block`: when it ends its worker is killed, and while it lives a worker
-            that died is started again, as Ray restarts actors
+            that died is started again, as Ray restarts actors; so is one that died with the node's last container
 PodRay      starts and kills workers by the names of their pods; the kubelet's launcher, and the `Pools` of a controller
 RayDoor     makes one PodRay the Ray of controllers in processes of their own (kube_controller.py)
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.config import ClusterConfig, WorkerConfig
 from tests.integration.fleet_rig import WorkerProcess
-from tests.kube.fake_kubelet_pods import PodToRun
+from tests.kube.fake_kubelet_pods import Command, PodToRun
 
 START_S = 180.0  # a worker starts in 1-2 s; other work shares these cores
 STOP_S = 3.0  # as pools.py has it
@@ -28,19 +28,21 @@ RESTART_S = 1.0  # Ray takes 1-9 s
 class PodNode:
     """Implements fake_kubelet_pods.Process. Threads of the pod and of Ray use it."""
 
-    def __init__(self, pod: PodToRun, folder: Path) -> None:
+    def __init__(self, pod: PodToRun, folder: Path, before: PodNode | None) -> None:
+        """`before`: the last one of that name."""
         self.pod = pod
         self._folder = folder
         self._lock = threading.RLock()
         self._ended: int | None = None
-        self._config: WorkerConfig | None = None
+        is_same = before is not None and before.pod.ip == pod.ip
+        self._config: WorkerConfig | None = before._config if before is not None and is_same else None
         self.worker: WorkerProcess | None = None
         self._died_s: float | None = None
 
     def poll(self) -> int | None:
         with self._lock:
-            if self._ended is None and self.worker is not None and not self.worker.alive:
-                self._restart()
+            if self._ended is None and self._config is not None and not (self.worker and self.worker.alive):
+                self._restart(self._config)
             return self._ended
 
     def terminate(self) -> None:
@@ -48,6 +50,9 @@ class PodNode:
 
     def kill(self) -> None:
         self._end(-signal.SIGKILL)
+
+    def run(self, command: list[str], env: dict[str, str]) -> Command:
+        return Command(command, env)
 
     def start(self, config: WorkerConfig) -> str:
         """The address of the node's one worker, made or found."""
@@ -72,12 +77,12 @@ class PodNode:
         folder.mkdir()
         return WorkerProcess(config, folder, env=self.pod.env)
 
-    def _restart(self) -> None:
-        assert self.worker is not None
+    def _restart(self, config: WorkerConfig) -> None:
         self._died_s = self._died_s or time.monotonic()
-        if self._config is not None and time.monotonic() - self._died_s >= RESTART_S:
-            self.worker.wait_ended()
-            self.worker, self._died_s = self._spawn(self._config), None
+        if time.monotonic() - self._died_s >= RESTART_S:
+            if self.worker is not None:
+                self.worker.wait_ended()
+            self.worker, self._died_s = self._spawn(config), None
 
     def _end(self, status: int) -> None:
         with self._lock:
@@ -110,9 +115,8 @@ class PodRay:
         self.is_away = False  # as if the head did not answer
 
     def launch(self, pod: PodToRun) -> PodNode:
-        node = PodNode(pod, self._folder)
         with self._lock:
-            self._nodes[pod.name] = node
+            node = self._nodes[pod.name] = PodNode(pod, self._folder, self._nodes.get(pod.name))
         return node
 
     def connect(self, cluster: ClusterConfig) -> PodRay:

@@ -17,16 +17,14 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +43,17 @@ from baton.config import (
 )
 from baton.config_load import to_json
 from baton.model_files import load_model_files
-from baton.request import SamplingParams
-from baton.v1 import serving_pb2, serving_pb2_grpc
+from baton.v1 import serving_pb2_grpc
 from bench.cluster import free_ports
-from engine.emulated_runner import emulated_answer
 from router.front_end import FrontEnd
-from tests.integration.cluster_rig import collect
+from tests.kube.checked_calls import Caller, Calls, num_moved
 from tests.kube.fake_api import FakeApi
 from tests.kube.fake_api_resources import PODS, STATEFUL_SETS, Json
 from tests.kube.fake_api_rules import is_ready
 from tests.kube.fake_kubelet import FakeKubelet, Node
 from tests.kube.kube_rig import FULLNAME, NAMESPACE, config_map, lease, stateful_set
 from tests.kube.pod_ray import PodRay, RayDoor
-from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0  # other work shares these cores
@@ -137,40 +133,6 @@ class ControllerProcess:
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """One call to its end, on the client's clock."""
-
-    number: int
-    ended_s: float
-    ttft_s: float
-    tpot_s: float
-    wrong: str  # "": every token that it must have, and no other
-    decode_worker: str
-
-
-@dataclass
-class Calls:
-    """What became of the calls of a while, as they ended."""
-
-    done: list[Called] = field(default_factory=list)
-
-    def check(self, at_least: int = 1) -> None:
-        wrong = [f"call {call.number}: {call.wrong}" for call in self.done if call.wrong]
-        assert not wrong, wrong[:5]
-        assert len(self.done) >= at_least
-
-    def worked(self, worker_id: str) -> bool:
-        """Some of them were decoded there."""
-        return any(call.decode_worker == worker_id for call in self.done)
-
-    def goodput(self, ttft_s: float, tpot_s: float, num_calls: int = 20) -> float:
-        """The share of calls that met both targets, of the worst `num_calls` in a row."""
-        met = [not call.wrong and call.ttft_s <= ttft_s and call.tpot_s <= tpot_s for call in self.done]
-        starts = range(max(1, len(met) - num_calls + 1))
-        return min(sum(met[i : i + num_calls]) / len(met[i : i + num_calls]) for i in starts)
-
-
 @dataclass
 class KubeRig:
     folder: Path
@@ -179,11 +141,10 @@ class KubeRig:
     ray: PodRay
     cluster: ClusterConfig
     front_end: FrontEnd
-    stub: serving_pb2_grpc.ServingAsyncStub
+    caller: Caller
     door: RayDoor
     key: str
     controllers: list[ControllerProcess] = field(default_factory=list)
-    _numbers: count[int] = field(default_factory=count)
 
     # -- what runs ---------------------------------------------------------------------------------------------------
 
@@ -261,60 +222,10 @@ class KubeRig:
 
     async def num_moved(self) -> int:
         """Sequences that went on elsewhere because a worker was lost."""
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            page = (await client.get(f"http://127.0.0.1:{self.front_end.http_port}/metrics")).text
-        return sum(int(float(found)) for found in re.findall(r"^baton_request_retries_total\{.*\} (\S+)$", page, re.M))
+        return await num_moved(self.front_end)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def calls(self, num_clients: int = 4, num_tokens: int = NUM_TOKENS) -> AsyncIterator[Calls]:
-        """Clients that call one after the other while the block runs; those under way at its end are seen to theirs."""
-        calls, ended = Calls(), asyncio.Event()
-
-        async def client() -> None:
-            while not ended.is_set():
-                await self._call(next(self._numbers), num_tokens, calls)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(num_clients):
-                group.create_task(client())
-            try:
-                yield calls
-            finally:
-                ended.set()
-
-    async def _call(self, number: int, num_tokens: int, calls: Calls) -> None:
-        prompt = [(31 * i + 7 * number) % 400 + 20 for i in range(100 + number % 50)]
-        sampling = serving_pb2.Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        request = serving_pb2.GenerateRequest(sampling=sampling, token_ids=serving_pb2.TokenIds(ids=prompt))
-        began_s, chunks_s = time.monotonic(), list[float]()
-
-        async def noted() -> AsyncIterator[serving_pb2.GenerateResponse]:
-            async for response in self.stub.Generate(request, timeout=PATIENCE_S):
-                chunks_s.append(time.monotonic())
-                yield response
-
-        answer = await collect(noted())
-        greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        wrong = ""
-        if answer.code is not grpc.StatusCode.OK:
-            wrong = f"{answer.code.name} {answer.details}"
-        elif answer.tokens != emulated_answer(prompt, greedy, num_tokens, VOCAB_SIZE, (EOS_TOKEN_ID,)):
-            wrong = "other tokens than it must have"
-        ended_s = time.monotonic()
-        first_s = chunks_s[0] if chunks_s else ended_s
-        timings = answer.done.timings if answer.done else serving_pb2.Timings()
-        calls.done.append(
-            Called(
-                number,
-                ended_s,
-                ttft_s=first_s - began_s,
-                tpot_s=(ended_s - first_s) / (num_tokens - 1),
-                wrong=wrong,
-                decode_worker=timings.decode_worker,
-            )
-        )
+    def calls(self, num_clients: int = 4, num_tokens: int = NUM_TOKENS) -> AbstractAsyncContextManager[Calls]:
+        return self.caller.calls(num_clients, num_tokens)
 
 
 def _changed(cluster: ClusterConfig, admin_port: int, folder: Path) -> ClusterConfig:
@@ -377,7 +288,7 @@ async def kube_rig(
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{front_end.grpc_port}") as channel:
                 stub = serving_pb2_grpc.ServingStub(channel)
-                rig = KubeRig(folder, api, kubelet, ray, cluster, front_end, stub, door, key)
+                rig = KubeRig(folder, api, kubelet, ray, cluster, front_end, Caller(stub, PATIENCE_S), door, key)
                 rig.start_controller()
                 try:
                     await rig.until(lambda: len(rig.ready()) == prefill + decode, "all workers are ready", START_S)

@@ -284,6 +284,20 @@ def lose_and_force(api: FakeApi, nodes: FakeKubelet) -> None:
     until(lambda: process.poll() is not None, PATIENCE_S)
 
 
+def test_a_node_that_is_off_starts_nothing_until_it_is_back(api: FakeApi) -> None:
+    with FakeKubelet(api, run_command, nodes=[Node("a", {GPU: 4})], pace=PACE) as nodes:
+        make(api, worker())
+        until_ready(api, "decode-0")
+        process = process_of(nodes)
+        nodes.lose_node("a", kill=True)
+        until(lambda: process.poll() is not None, PATIENCE_S)
+        until(lambda: not is_ready(pod(api)), PATIENCE_S)
+        assert process_of(nodes) is process
+        nodes.node_back("a")
+        until_ready(api, "decode-0")
+        assert process_of(nodes) is not process
+
+
 def test_a_lost_node_that_comes_back_soon_has_its_pods_ready_again(api: FakeApi) -> None:
     with FakeKubelet(api, run_command, nodes=[Node("a", {GPU: 4})], pace=PACE) as nodes:
         make(api, worker())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kube.rig import Called, Calls
+from tests.kube.checked_calls import Called, Calls
 
 
 def test_the_goodput_of_a_while_is_that_of_its_worst_calls_in_a_row() -> None:

@@ -62,6 +62,9 @@ spec:
         {{- include "baton.env.pod" $root | nindent 8 }}
         {{- include "baton.env.ray" $root | nindent 8 }}
         {{- with include "baton.env.tracing" $root }}{{ . | nindent 8 }}{{ end }}
+        # Else the worker's log is in a file of Ray's, and `kubectl logs` shows none of it; Ray's own would be pages a minute
+        - {name: RAY_LOG_TO_STDERR, value: "1"}
+        - {name: RAY_BACKEND_LOG_LEVEL, value: warning}
         {{- range $key, $value := .env }}
         - {name: {{ $key }}, value: {{ $value | quote }}}
         {{- end }}
