@@ -32,8 +32,8 @@ Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
 CALLERS = ("join", "link")
 MAX_HEADERS_BYTES = 16 << 10  # of headers_file: what gRPC servers take of metadata at most, by default (grpc_types.h)
-# As gRPC's HTTP/2 mapping has metadata.
-_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
+# As gRPC's HTTP/2 mapping has metadata; of names in -bin values are bytes, and the SDK knows none.
+_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)(?<!-bin)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
 
 
 class Kind(enum.Enum):
@@ -211,7 +211,7 @@ def headers_of(file: str) -> tuple[tuple[str, str], ...]:
             continue
         header = _HEADER.fullmatch(line)
         if header is None:
-            raise _wrong("headers_file", f"line {number} of {file} is not name=value, the name in lower case")
+            raise _wrong("headers_file", f"line {number} of {file} is not name=value, the name in lower case and not in -bin")
         found.append((header["name"], header["value"]))
     return tuple(found)
 
