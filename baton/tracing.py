@@ -26,7 +26,7 @@ from types import TracebackType
 from urllib.parse import SplitResult, urlsplit
 
 from baton.config import TracingConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import CALLERS_OWN, BatonError, ConfigError
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
@@ -93,7 +93,8 @@ class Span:
     ) -> None:
         if self:
             if error is not None:
-                self.fail(_code(error), ours=not isinstance(error, asyncio.CancelledError))
+                code = _code(error)
+                self.fail(code, ours=code not in CALLERS_OWN)
             self.end()
 
 
@@ -211,7 +212,9 @@ def headers_of(file: str) -> tuple[tuple[str, str], ...]:
             continue
         header = _HEADER.fullmatch(line)
         if header is None:
-            raise _wrong("headers_file", f"line {number} of {file} is not name=value, the name in lower case and not in -bin")
+            raise _wrong(
+                "headers_file", f"line {number} of {file} is not name=value, the name in lower case and not in -bin"
+            )
         found.append((header["name"], header["value"]))
     return tuple(found)
 
