@@ -139,6 +139,10 @@ _BY_CODE: dict[str, type[BatonError]] = {
 }  # fmt: skip
 
 
+# Codes of what nobody but a call's caller is to blame for: no class's target was missed, and no span failed.
+CALLERS_OWN = frozenset(kind.code for kind in (InvalidRequest, NotFound, AlreadyExists, Cancelled))
+
+
 def error_from_code(code: str, message: str, field: str = "", retry_after_s: float = 0.0) -> BatonError:
     """Rebuild the error that a peer sent; an unknown code becomes Internal."""
     kind = _BY_CODE.get(code, Internal)

@@ -161,7 +161,12 @@ class _NotingExporter(SpanExporter):
         self._num_lost = 0  # since it went away, those aside that the queue had no room for
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # it cannot be sent at all, for a header of the environment's; the SDK's own log is silenced
+            if not self._num_lost:
+                log.exception("trace_export_failed")
+            result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS:
             if not self._num_lost:
                 log.warning("trace_collector_away", collector=self._collector)

@@ -26,14 +26,14 @@ from types import TracebackType
 from urllib.parse import SplitResult, urlsplit
 
 from baton.config import TracingConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import CALLERS_OWN, BatonError, ConfigError
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
 CALLERS = ("join", "link")
 MAX_HEADERS_BYTES = 16 << 10  # of headers_file: what gRPC servers take of metadata at most, by default (grpc_types.h)
-# As gRPC's HTTP/2 mapping has metadata.
-_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
+# As gRPC's HTTP/2 mapping has metadata; of names in -bin values are bytes, and the SDK knows none.
+_HEADER = re.compile(r"(?P<name>[a-z0-9_.-]+)(?<!-bin)\s*[=:]\s*(?P<value>[\x20-\x7e]+)")
 
 
 class Kind(enum.Enum):
@@ -93,7 +93,8 @@ class Span:
     ) -> None:
         if self:
             if error is not None:
-                self.fail(_code(error), ours=not isinstance(error, asyncio.CancelledError))
+                code = _code(error)
+                self.fail(code, ours=code not in CALLERS_OWN)
             self.end()
 
 
@@ -211,7 +212,9 @@ def headers_of(file: str) -> tuple[tuple[str, str], ...]:
             continue
         header = _HEADER.fullmatch(line)
         if header is None:
-            raise _wrong("headers_file", f"line {number} of {file} is not name=value, the name in lower case")
+            raise _wrong(
+                "headers_file", f"line {number} of {file} is not name=value, the name in lower case and not in -bin"
+            )
         found.append((header["name"], header["value"]))
     return tuple(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.errors import BatonError
+from baton.errors import CALLERS_OWN, BatonError
 from baton.tracing import Attributes, Span, Tracer
 from decode_worker.decode import Decode
 from engine.ports import SequenceStats
@@ -20,7 +20,7 @@ def tell(
         return
     span.set({"baton.outcome": outcome, "baton.num_preemptions": stats.num_preemptions})
     if error is not None:
-        span.fail(error.code)
+        span.fail(error.code, ours=error.code not in CALLERS_OWN)
     if decode.peer:
         _tell_handed_over(span, decode, now_s)
     else:
@@ -38,6 +38,8 @@ def _tell_handed_over(span: Span, decode: Decode, now_s: float) -> None:
 
 
 def _tell_local(span: Span, decode: Decode, stats: SequenceStats, now_s: float) -> None:
+    if not (stats.queue_ms or stats.prefill_ms):
+        return  # it was broken off: how far it had come its engine does not say
     began_s = decode.arrival_s + stats.queue_ms / 1e3
     first_token_s = began_s + stats.prefill_ms / 1e3
     span.past("queue", decode.arrival_s, began_s)

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from baton import clock
 from baton.config import RouterConfig
-from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
+from baton.errors import CALLERS_OWN, BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
@@ -39,7 +39,7 @@ from router.explain import brief_json
 from router.fleet import Fleet
 from router.goodput import Goodput, GoodputGauges
 from router.key_file import KeyFile
-from router.ledger import CALLERS_OWN, Ledger, tpot_ms
+from router.ledger import Ledger, tpot_ms
 from router.metrics import RouterMetrics
 from router.moves import Sequences
 from router.placement import Demand

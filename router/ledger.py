@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton import clock
-from baton.errors import InvalidRequest
+from baton.errors import CALLERS_OWN, InvalidRequest
 from baton.log import get_log
 from baton.slo import SLO, Verdict
 from baton.timings import Timings
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from router.call import Call
 
 log = get_log("router.call")
-
-# How calls end that nobody but their caller is to blame for: no class's target was missed.
-CALLERS_OWN = ("invalid_request", "not_found", "already_exists", "cancelled")
 
 
 class Ledger:

@@ -168,11 +168,8 @@ class _Share:
         num_met, num_calls = sum(run.num_met for run in runs), sum(run.num_calls for run in runs)
         share = _cautious(num_met, num_calls)
         alone = math.sqrt(share * (1 - share) * len(runs) / max(1, num_calls))  # if calls were independent
-        found = (
-            stdev([run.attainment for run in runs if run.num_calls] or [0.0, 0.0])
-            if len(runs) > 2
-            else _CLUMPED * alone
-        )
+        attained = [run.attainment for run in runs if run.num_calls]
+        found = stdev(attained) if len(attained) > 2 else _CLUMPED * alone
         return cls(num_met, num_calls, len(runs), max(alone, found))
 
     @property

@@ -299,6 +299,19 @@ def test_a_collector_that_is_away_is_said_once_and_so_is_its_return(caplog: pyte
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
+def test_what_cannot_be_sent_at_all_is_said_once(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "trace-bin=s3cret")  # the SDK reads it, and gRPC wants bytes
+    tracer = open_tracer(collector.config(), "router", "r")
+    begun(tracer)
+    until_said(caplog, "trace_collector_away")
+    begun(tracer)
+    tracer.close()
+    assert away(caplog) == ["trace_export_failed", "trace_collector_away"]
+    assert not collector.spans
+
+
 @pytest.fixture
 def black_hole() -> Iterator[int]:
     """A port that takes connections and never says a word."""
@@ -376,6 +389,9 @@ def test_a_header_that_is_none_is_named_by_its_line_alone(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="line 2 of") as caught:
         headers_of(str(file))
     assert "s3cret" not in caught.value.message
+    file.write_text("trace-bin=abc\n", encoding="utf-8")  # with it no export would leave the process
+    with pytest.raises(ConfigError, match=r"line 1 of .* not in -bin"):
+        headers_of(str(file))
     file.write_text("a=" + "x" * 20_000, encoding="utf-8")
     with pytest.raises(ConfigError, match="the limit is 16384"):
         headers_of(str(file))

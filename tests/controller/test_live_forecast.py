@@ -135,6 +135,17 @@ async def test_a_simulator_that_had_no_time_or_did_not_answer_is_said() -> None:
         await LiveForecast(Away(), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
 
 
+async def test_runs_in_which_no_call_of_a_class_came_say_nothing_of_it() -> None:
+    class Rare(ScriptedSimulator):
+        async def ask(self, question: Question) -> Answer:
+            runs = (await super().ask(question)).runs
+            return Answer(tuple(run if run.seed == question.seeds[0] else replace(run, classes=()) for run in runs))
+
+    seen = measured(fleet(), window("interactive", 10.0))
+    found = await LiveForecast(Rare(by_scenario(STEADY)), lambda: seen, 5.0).predict((CHAT,), (TIGHTER,))
+    assert found.classes["interactive"].attainment == pytest.approx(0.90, abs=0.01)
+
+
 async def test_where_nothing_comes_or_the_planner_left_a_scenario_out_there_is_no_forecast() -> None:
     class Forgetful(ScriptedSimulator):
         async def ask(self, question: Question) -> Answer:

@@ -154,6 +154,16 @@ async def test_a_refused_call_says_by_what_and_whether_it_is_its_own_fault(
     assert "zebra" not in "".join(collector.text)
 
 
+async def test_of_a_call_that_asks_for_too_much_no_span_failed(files: ModelFiles, collector: Collector) -> None:
+    async with traced(files, collector) as rig:
+        assert (await rig.post(CHAT, {**HELLO, "max_tokens": 10**6})).status_code == 400
+        spans = await seen(collector, "chat tiny")
+    assert {span.name: span.attributes["error.type"] for span in spans} == dict.fromkeys(
+        ("chat tiny", "tokenize"), "invalid_request"
+    )
+    assert not [span.name for span in spans if span.failed]
+
+
 async def test_a_client_that_leaves_ends_its_spans_and_is_to_blame(files: ModelFiles, collector: Collector) -> None:
     async with traced(files, collector) as rig:
         rig.decode.script.decode_gate.clear()
