@@ -280,7 +280,9 @@ async def test_many_requests_that_come_at_once_are_begun_a_few_per_turn_of_the_l
 
 async def test_the_longer_turns_take_the_fewer_requests_are_begun_in_one() -> None:
     begun = await begun_per_turn(40, hold_up_s=TURN_S)
-    assert Counter(begun.values())[1] >= 10  # none where it does not count; others' work on these cores adds its own turns
+    assert (
+        Counter(begun.values())[1] >= 10
+    )  # none where it does not count; others' work on these cores adds its own turns
 
 
 async def test_the_time_of_a_request_begins_when_its_bytes_come_also_behind_another_one_s_body() -> None:
