@@ -33,7 +33,8 @@ def tell(tracer: Tracer, prefill: Prefill, ended: worker_pb2.Ended, now_s: float
 
 def _tell_parts(span: Span, prefill: Prefill, stats: worker_pb2.SeqStats, now_s: float) -> None:
     ended_s = prefill.prefill_ended_s
-    began_s = ended_s - stats.prefill_ms / 1e3 if ended_s else now_s
+    given_s = now_s if prefill.started_s is None else prefill.started_s  # all that is known where it was broken off
+    began_s = ended_s - stats.prefill_ms / 1e3 if ended_s else given_s
     span.past("queue", prefill.arrival_s, began_s)
     if prefill.granted_s:
         span.past("reserve", prefill.granted_s - prefill.reserve_wait_s, prefill.granted_s)
