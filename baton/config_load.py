@@ -41,11 +41,10 @@ _UCX_TAKEN = {"TLS": "kv.ucx_tls", "NET_DEVICES": "kv.ucx_net_devices"}  # optio
 _UCX_BOOLS = {True: "y", False: "n"}
 # From `model.`, `tracing.`, `tls_dir` and `controller.database`, so that the parts cannot disagree.
 _DERIVED = ("router.model.", "router.tracing.", "router.tls_dir", "router.batch.database")
-# OpenTelemetry's own names for a setting of ours, the later the stronger; its other variables are the SDK's to read.
-_OTEL_ENV = {
-    "OTEL_EXPORTER_OTLP_ENDPOINT": "tracing.endpoint",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "tracing.endpoint",
-}
+# OpenTelemetry's own name for a setting of ours, where it means gRPC. OTEL_EXPORTER_OTLP_ENDPOINT, which platforms set for
+# whoever runs on them, and mostly for OTLP over HTTP, turns nothing on here. Other variables are the SDK's to read.
+_OTEL_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_OTEL_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # the first one holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +280,9 @@ def _from_file(file: Path | None) -> Iterator[Setting]:
 
 
 def _from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
-    for name, path in _OTEL_ENV.items():
-        if value := environ.get(name):
-            yield Setting(path, value, f"env {name}", text=True)
+    protocol = next((told for name in _OTEL_PROTOCOLS if (told := environ.get(name))), "grpc")
+    if protocol == "grpc" and (endpoint := environ.get(_OTEL_ENDPOINT)):
+        yield Setting("tracing.endpoint", endpoint, f"env {_OTEL_ENDPOINT}", text=True)
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")

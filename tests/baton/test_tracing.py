@@ -398,15 +398,29 @@ def test_a_header_that_is_none_is_named_by_its_line_alone(tmp_path: Path) -> Non
 
 
 def test_the_cluster_s_settings_are_the_router_s_and_the_standard_s_variable_is_one_of_their_sources() -> None:
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:4317"}
     loaded = load(None, environ, {"tracing.sample_ratio": ("--trace-sample-ratio", 0.5)})
     wanted = TracingConfig("http://a:4317", sample_ratio=0.5)
     assert loaded.config.tracing == loaded.config.router.tracing == wanted
-    assert loaded.origins["tracing.endpoint"] == "env OTEL_EXPORTER_OTLP_ENDPOINT"
-    environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = "http://b:4317"
-    assert load(None, environ, {}).config.tracing.endpoint == "http://b:4317"
+    assert loaded.origins["tracing.endpoint"] == "env OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
     environ["BATON__TRACING__ENDPOINT"] = "http://c:4317"
     assert load(None, environ, {}).config.tracing.endpoint == "http://c:4317"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+        {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:4318",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+        },
+    ],
+)
+def test_what_an_environment_says_to_whoever_runs_in_it_turns_nothing_on(environ: dict[str, str]) -> None:
+    assert load(None, environ, {}).config.tracing.endpoint == ""
 
 
 @pytest.mark.parametrize(
@@ -414,7 +428,7 @@ def test_the_cluster_s_settings_are_the_router_s_and_the_standard_s_variable_is_
     [
         ({"BATON__TRACING__SAMPLE_RATIO": "2"}, "between 0 and 1"),
         ({"BATON__TRACING__ENDPOINT": "c:4317"}, "tracing.endpoint"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "c:4317"}, "tracing.endpoint"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:4317"}, "tracing.endpoint"),
         ({"BATON__ROUTER__TRACING__ENDPOINT": "http://c:1"}, "follows tracing.endpoint"),
     ],
 )
