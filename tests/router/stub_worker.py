@@ -122,6 +122,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(requests))
         router_epoch = first.open.router_epoch
         outbox: asyncio.Queue[worker_pb2.SessionEvent] = asyncio.Queue()
+        self._drop(router_epoch)  # as workers do: a router that opens again has ended its old stream, which may not know it yet
         self._outboxes[router_epoch] = outbox
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
@@ -132,8 +133,14 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                     yield event
         finally:
             reader.cancel()
-            for seq in [seq for seq in self._running if seq >> 32 == router_epoch]:
-                self._running.pop(seq).cancel()
+            if self._outboxes.get(router_epoch) is outbox:
+                del self._outboxes[router_epoch]
+                self._drop(router_epoch)
+
+    def _drop(self, router_epoch: int) -> None:
+        """What a stream that has ended had submitted."""
+        for seq in [seq for seq in self._running if seq >> 32 == router_epoch]:
+            self._running.pop(seq).cancel()
 
     async def _read(
         self,
