@@ -236,16 +236,17 @@ class Attempt:
                 if self._sink.token(index, token_id, FinishReason.NONE, logprobs):
                     self._finish(FinishReason.NONE)
                 return
-            self._on_special_token(worker, index, Token(token_id, FinishReason(finish), logprobs), now_s)
+            self._on_special_token(index, Token(token_id, FinishReason(finish), logprobs), now_s)
         except Exception:  # transport callback: what goes wrong with one answer must not take the Session along
             log.exception("token_failed", request_id=self._request.request_id)
             self._inbox.put(SinkBroke())
 
-    def _on_special_token(self, worker: str, index: int, token: Token, now_s: float) -> None:
-        """The last one, a repeated one, one that comes early, or one that fills a hole."""
+    def _on_special_token(self, index: int, token: Token, now_s: float) -> None:
+        """The last one, a repeated one, one that comes early, or one that fills a hole, after which others' may follow."""
         merge, first_index = self._merge, self._merge.next_index
         for token_index, ready in enumerate(merge.push(index, token), first_index):
             if ready.finish is FinishReason.CANCELLED:  # by whom but us? Half an answer must not pass for a whole one
+                worker = self._owner(token_index)
                 self._inbox.put(GaveUp(worker, Unavailable(f"worker {worker} gave the sequence up")))
                 return
             self._clock(ready.token_id, now_s)
@@ -304,12 +305,21 @@ class Attempt:
             asyncio.get_running_loop().call_later(HOLE_S, self._inbox.put, HoleIsOld(self._watched_index))
 
     def _on_old_hole(self, index: int) -> None:
-        if self._merge.next_index == index and not self._whole:
-            first = index == self._request.num_output_tokens  # of this attempt: prefill samples it
-            worker = (self._prefill if first else self._decode).worker_id
-            error = WorkerLost(f"worker {worker} left out token {index} for over {HOLE_S:g} s")
-            self._blame(worker, error)
-            self._fail(worker, error)
+        if self._whole:
+            return
+        if self._merge.next_index != index:
+            if self._decode.worker_id not in self._may_hold:  # it has ended: what lacks now is on its way, or lost, too
+                self._watch_hole()
+            return
+        worker = self._owner(index)
+        error = WorkerLost(f"worker {worker} left out token {index} for over {HOLE_S:g} s")
+        self._blame(worker, error)
+        self._fail(worker, error)
+
+    def _owner(self, index: int) -> str:
+        """Who says that token: of an attempt prefill samples the first one."""
+        is_first = index == self._request.num_output_tokens
+        return (self._prefill if is_first else self._decode).worker_id
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(requests))
         router_epoch = first.open.router_epoch
         outbox: asyncio.Queue[worker_pb2.SessionEvent] = asyncio.Queue()
-        self._drop(router_epoch)  # as workers do: a router that opens again has ended its old stream, which may not know it yet
+        self._drop(router_epoch)  # as workers do: its old stream has ended, and may not know it yet
         self._outboxes[router_epoch] = outbox
         reader = asyncio.create_task(self._read(requests, outbox))
         try:

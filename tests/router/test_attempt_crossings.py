@@ -70,6 +70,35 @@ async def test_a_worker_that_gives_up_by_a_flag_is_told_to_stop_where_another_on
     assert run.attempt.blamed == worker
 
 
+async def test_who_gave_up_is_whoever_said_so_also_where_the_other_one_s_token_came_last() -> None:
+    """Else prefill, which did its part, would be taken for lost, and decode waited for that says nothing any more."""
+    run = Run(num_decodes=1)
+    await run.settle()
+    run.say("d0", 1, 2, finish=FinishReason.CANCELLED)
+    run.end("d0", worker_pb2.OUTCOME_FINISHED)
+    run.say("p0", 0)
+    run.hand_over()
+    async with asyncio.timeout(HOLE_S):
+        with pytest.raises(Unavailable, match="worker d0 gave the sequence up"):
+            await run.task
+    assert run.attempt.blamed == "d0"
+    assert run.sink.token_ids == [FIRST, FIRST + 1]
+
+
+async def test_a_token_that_a_worker_left_out_is_missed_also_where_an_earlier_one_only_came_late() -> None:
+    run = Run(num_decodes=1)
+    await run.settle()
+    run.say("d0", 1, 2)
+    run.end("d0", worker_pb2.OUTCOME_FINISHED)  # without the last one
+    await run.settle()
+    run.say("p0", 0)
+    run.hand_over()
+    async with asyncio.timeout(10 * HOLE_S):
+        with pytest.raises(WorkerLost, match="worker d0 left out token 3"):
+            await run.task
+    assert run.attempt.blamed == "d0"
+
+
 @pytest.mark.parametrize("worker", ["p0", "d0"])
 @pytest.mark.parametrize("logprobs", [None, Logprobs(-0.1, (7, VOCAB_SIZE), (-0.1, -3.0))])
 async def test_a_token_that_is_none_is_its_worker_s_fault_and_never_shown(
