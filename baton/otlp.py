@@ -32,6 +32,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from baton import clock
 from baton.config import TracingConfig
+from baton.errors import CALLERS_OWN
 from baton.log import get_log
 from baton.tracing import NO_SPAN, NO_TRACE, NOTHING, Attributes, Kind, Span, Trace, Tracer, attributes_of, read_file
 
@@ -140,9 +141,9 @@ class _Recorded(Span):
     def event(self, name: str, attributes: Attributes = NOTHING, at_s: float | None = None) -> None:
         self._span.add_event(name, attributes, self._unix_ns(at_s))
 
-    def fail(self, code: str, *, ours: bool = True) -> None:
+    def fail(self, code: str) -> None:
         self._span.set_attribute("error.type", code)
-        if ours:
+        if code not in CALLERS_OWN:
             self._span.set_status(Status(StatusCode.ERROR))
 
     def end(self, at_s: float | None = None) -> None:

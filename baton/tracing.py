@@ -26,7 +26,7 @@ from types import TracebackType
 from urllib.parse import SplitResult, urlsplit
 
 from baton.config import TracingConfig
-from baton.errors import CALLERS_OWN, BatonError, ConfigError
+from baton.errors import BatonError, ConfigError
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 NOTHING: Attributes = {}
@@ -79,8 +79,8 @@ class Span:
 
     def event(self, name: str, attributes: Attributes = NOTHING, at_s: float | None = None) -> None: ...
 
-    def fail(self, code: str, *, ours: bool = True) -> None:
-        """It ended in an error of that code (baton/errors.py); not `ours`: nobody but the caller is to blame."""
+    def fail(self, code: str) -> None:
+        """It ended in an error of that code (baton/errors.py); where the caller alone is to blame, no part has failed."""
 
     def end(self, at_s: float | None = None) -> None:
         """Once. Nothing is recorded after it."""
@@ -93,8 +93,7 @@ class Span:
     ) -> None:
         if self:
             if error is not None:
-                code = _code(error)
-                self.fail(code, ours=code not in CALLERS_OWN)
+                self.fail(_code(error))
             self.end()
 
 

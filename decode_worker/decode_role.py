@@ -233,11 +233,13 @@ class DecodeRole:
         if not decode.in_plane:
             return
         decode.in_plane = False
-        if decode.state is not State.CLOSING:
-            error = TransferFailed(f"KV transfer ended early: {reason}")
-            self._send_ticket_lost(decode.peer, decode.request.seq, decode.generation, error)
-            self._trace(decode, "given_up", error)
+        if decode.state is State.CLOSING:
+            self._forget(decode)
+            return
+        error = TransferFailed(f"KV transfer ended early: {reason}")
+        self._send_ticket_lost(decode.peer, decode.request.seq, decode.generation, error)
         self._forget(decode)
+        self._trace(decode, "given_up", error)
 
     # --- the engine ---
 
@@ -322,9 +324,9 @@ class DecodeRole:
             ),
         )
         self._ports.sessions.ended(message)
-        self._trace(decode, worker_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower(), error, stats)
         self._ended.add(decode.request.seq, self._ports.now_s())
         self._forget(decode)
+        self._trace(decode, worker_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower(), error, stats)
 
     def _give_up(self, decode: Decode, error: BatonError) -> None:
         """End a ticket that is not yet adopted and tell the prefill worker, which tells the router."""
@@ -339,13 +341,13 @@ class DecodeRole:
 
     def _close(self, decode: Decode, error: BatonError | None = None) -> None:
         """Stop writes into the ticket's blocks, then drop them. `error`: why, where nobody asked for it."""
-        if decode.state is not State.CLOSING:
-            self._trace(decode, "given_up", error)
-        decode.state = State.CLOSING
+        was_open, decode.state = decode.state is not State.CLOSING, State.CLOSING
         if decode.in_plane:
             self._ports.kv.close_incoming(decode.request.seq)
         else:
             self._forget(decode)
+        if was_open:
+            self._trace(decode, "given_up", error)
 
     def _trace(
         self, decode: Decode, outcome: str, error: BatonError | None, stats: SequenceStats | None = None

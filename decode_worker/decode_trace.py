@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.errors import CALLERS_OWN, BatonError
+from baton.errors import BatonError
 from baton.tracing import Attributes, Span, Tracer
 from decode_worker.decode import Decode
 from engine.ports import SequenceStats
@@ -20,7 +20,7 @@ def tell(
         return
     span.set({"baton.outcome": outcome, "baton.num_preemptions": stats.num_preemptions})
     if error is not None:
-        span.fail(error.code, ours=error.code not in CALLERS_OWN)
+        span.fail(error.code)
     if decode.peer:
         _tell_handed_over(span, decode, now_s)
     else:

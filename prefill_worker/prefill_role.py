@@ -523,7 +523,6 @@ class PrefillRole:
         if error is not None:
             message.error.CopyFrom(error_to_pb(error))
         self._ports.sessions.ended(message)
-        prefill_trace.tell(self._ports.tracer, prefill, message, now_s)
         if prefill.state is State.QUEUED and prefill.lost is None:
             self._dequeue(prefill)
         if outcome != worker_pb2.OUTCOME_HANDED_OFF:
@@ -534,6 +533,7 @@ class PrefillRole:
             self._ports.kv.close_outgoing(seq, "" if error is None else reason)
         else:
             self._forget(prefill)
+        prefill_trace.tell(self._ports.tracer, prefill, message, now_s)
 
     def _forget(self, prefill: Prefill) -> None:
         self._ports.engine.drop(prefill.request.seq)

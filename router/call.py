@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from baton import clock
 from baton.config import RouterConfig
-from baton.errors import CALLERS_OWN, BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, Overloaded, Unauthenticated, Unavailable
 from baton.ids import seq_counter
 from baton.log import get_log
 from baton.request import FinishReason, Logprobs, Request
@@ -402,7 +402,7 @@ class Calls:
                 self._idle.set()
             self._count(spec, slo, call, outcome, clock.now_s() - arrival_s)
             if outcome != "finished":
-                span.fail(outcome, ours=outcome not in CALLERS_OWN)
+                span.fail(outcome)
             span.end()
 
     def _count(self, spec: CallSpec, slo: SLO | None, call: Call | None, outcome: str, call_s: float) -> None:

@@ -124,12 +124,12 @@ class Attempt:
     def _leave(self) -> None:
         """Cancel whatever was not seen to end, and hear no more."""
         self._cancel_open()
-        call_trace.say_attempt(self.span, self._report, self._first_token_s, self._num_new)
         for session in self._sessions.values():
             session.detach(self._request.seq)
         for hold in (self._prefill_hold, self._decode_hold):
             if hold is not None:
                 hold.release()
+        call_trace.say_attempt(self.span, self._report, self._first_token_s, self._num_new)
 
     def _submit(self) -> asyncio.TimerHandle:
         """Returns the timer of the deadline."""

@@ -58,16 +58,17 @@ class Wants:
     """What the calls of one router ask for, those that are turned away, too."""
 
     def __init__(self) -> None:
-        self._sums: dict[Kind, Floats] = {}  # value, prompt tokens, sequences
+        self._sums: dict[Kind, Floats] = {}  # value, prompt tokens, sequences: what they would be at `_faded_s`
         self._since_s = math.inf
         self._faded_s = 0.0
 
     def add(self, kind: Kind, value: float, prompt_tokens: float, num_seqs: int, now_s: float) -> None:
-        """A call came."""
+        """A call came. Costs the same however many kinds there are: it counts for more, in place of all others for less."""
         self._since_s = min(self._since_s, now_s)
-        self._fade(now_s)
+        if now_s - self._faded_s > MEMORY_S:
+            self._fade(now_s)
         sums = self._sums.setdefault(kind, np.zeros(3))
-        sums += (value, prompt_tokens, num_seqs)
+        sums += math.exp((now_s - self._faded_s) / MEMORY_S) * np.array((value, prompt_tokens, num_seqs))
 
     def rates(self, outputs: Mapping[str, float], now_s: float) -> list[Want]:
         """Of late. `outputs`: by class, mean tokens of a sequence; a class that has none is like the others."""

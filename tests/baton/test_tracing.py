@@ -92,7 +92,7 @@ def test_spans_arrive_as_they_were_told_with_what_the_process_is(collector: Coll
     with pytest.raises(Unavailable), call.part("broken", kind=Kind.CLIENT):
         raise Unavailable("secret words")
     call.past("before", began_s + 1.0, began_s + 3.0, {"k": "v"})
-    call.fail("invalid_request", ours=False)
+    call.fail("invalid_request")
     call.end()
     tracer.close()
     assert not threads_of_the_sdk()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from baton import clock
+from baton.errors import BatonError, InvalidRequest, TransferFailed
 from baton.request import Request, SamplingParams
 from baton.tracing import Trace, open_tracer
 from baton.v1 import worker_pb2
+from baton.wire import error_to_pb
 from prefill_worker import prefill_trace
 from prefill_worker.prefill import Prefill
 from tests.otlp_collector import collecting, one, tree
@@ -33,3 +35,20 @@ def test_a_prompt_that_is_cancelled_was_queued_until_its_engine_was_given_it_and
     queue, whole = one(collector.spans, "queue"), one(collector.spans, "prefill")
     assert queue.end_ns - queue.start_ns == pytest.approx(queued_s * 1e9, abs=1e3)
     assert (whole.failed, whole.attributes["baton.outcome"]) == (False, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"), [(InvalidRequest("too long", field="prompt"), False), (TransferFailed("it broke"), True)]
+)
+def test_what_callers_alone_are_to_blame_for_is_no_failure_of_prefill(error: BatonError, failed: bool) -> None:
+    now_s = clock.now_s()
+    prefill = Prefill(Request(1, (1, 2), SamplingParams(max_tokens=3), trace=TRACE), ">d0/1", now_s, now_s + 50.0)
+    ended = worker_pb2.Ended(
+        seq=1, outcome=worker_pb2.OUTCOME_FAILED, error=error_to_pb(error), stats=prefill.to_stats(now_s, "")
+    )
+    with collecting() as collector:
+        tracer = open_tracer(collector.config(), "worker", "p0")
+        prefill_trace.tell(tracer, prefill, ended, now_s)
+        tracer.close()
+    whole = one(collector.spans, "prefill")
+    assert (whole.failed, whole.attributes["error.type"]) == (failed, error.code)

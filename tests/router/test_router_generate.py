@@ -17,7 +17,12 @@ from tests.router.stub_worker import EOS, StubWorker, start_pair
 
 
 async def test_tokens_come_from_prefill_and_decode_in_order_and_done_comes_once(rig: Rig) -> None:
-    answer = await rig.generate(request(max_tokens=10))
+    rig.decode.script.decode_gate.clear()
+    asked = asyncio.create_task(rig.generate(request(max_tokens=10)))
+    calls = rig.front_end.calls
+    await until(lambda: any(call.reports[0].num_tokens for call in calls._running), "prefill's token is there")
+    rig.decode.script.decode_gate.set()  # else decode's tokens may be there first, and no gap is left
+    answer = await asked
     assert answer.status is None
     assert answer.token_ids == list(range(300, 310))
     assert [chunk.index for chunk in answer.chunks] == list(range(10))
