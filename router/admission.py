@@ -264,13 +264,13 @@ class Admission:
     def arrive(self, turn: Turn, now_s: float) -> Shed | None:
         """Take a call in (it waits, or is released if `released_s` says so) or shed it. Call `due` afterwards."""
         turn.latest_s = turn.deadline_s
-        kind = Kind(turn.band, turn.class_tpot_s, turn.slo_class)
-        self._wants.add(kind, turn.value, turn.tokens, turn.num_seqs, now_s)
-        if turn.was_accepted:
+        if turn.was_accepted:  # and counted among what is asked for when it was
             self.num_seqs += turn.num_seqs
             self.queue.pass_by(turn, self._credit(turn.tenant))
             self._release(turn, now_s)
             return None
+        kind = Kind(turn.band, turn.class_tpot_s, turn.slo_class)
+        self._wants.add(kind, turn.value, turn.tokens, turn.num_seqs, now_s)
         if self._is_ready and (shed := self._forecast(turn, now_s)):
             return shed
         if not self.queue and (shed := self._too_slow(turn, now_s)):

@@ -531,6 +531,16 @@ def test_what_was_accepted_before_goes_on_whatever_the_forecast() -> None:
     assert let_in(policy, resumed).released_s == 0.0
 
 
+def test_a_call_that_its_client_takes_up_again_is_asked_for_once() -> None:
+    policy = admission()
+    let_in(policy, turn())
+    once = policy._wants.rates({}, 0.0)
+    resumed = turn()
+    resumed.was_accepted = True
+    let_in(policy, resumed)
+    assert policy._wants.rates({}, 0.0) == once
+
+
 def test_lanes_that_are_slower_than_they_say_are_found_out() -> None:
     policy = admission()
     now_s = 0.0
