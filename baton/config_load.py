@@ -464,7 +464,7 @@ def _check_tensor_parallel(cluster: ClusterConfig) -> None:
         )
     if cluster.kv.mode == "direct":
         raise ConfigError(
-            f"{where}: ranks share their KV cache among themselves, not with peers, so kv.mode cannot be direct; leave it at auto",
+            f"{where}: ranks share their KV among themselves, not with peers, so kv.mode cannot be direct; leave it at auto",
             field="kv.mode",
         )
 

@@ -1,4 +1,4 @@
-"""Workers of several ranks, as real processes: their KV goes to workers of any degree, and a rank that dies takes its worker along."""
+"""Workers of several ranks, as real processes: their KV fits workers of any degree, and a dead rank takes its worker with it."""
 
 from __future__ import annotations
 
