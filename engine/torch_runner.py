@@ -71,10 +71,12 @@ class TorchRunner:
         step = lay_out(entries, self.kv_cache.layout.block_size, self._attention)
         if self.ranks is None:
             return step, self.model.forward(step, self.kv_cache.mine)
-        self.ranks.begin(entries)
         try:
+            self.ranks.begin(entries)
             return step, self.model.forward(step, self.kv_cache.mine)
-        except Exception as error:  # the others are within this step, and nothing brings them out of it
+        except RunnerLost:
+            raise
+        except Exception as error:  # others are within this step, and nothing brings them out of it
             raise RunnerLost(f"a step of several ranks failed with {type(error).__name__}") from error
 
 
@@ -119,8 +121,12 @@ def load_torch_runner(
         rank = load_rank(files, each, dtype, num_blocks, ranks.kv_memory, Shard(0, size), ranks.exchange)
         ranks.loaded()
         return rank.runner(ranks)
-    except BaseException:
+    except BaseException as error:
         ranks.close()
+        if isinstance(error, RunnerLost):
+            raise ConfigError(
+                f"the ranks of the model cannot begin: {error}", field="engine.tensor_parallel_size"
+            ) from error
         raise
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +30,7 @@ from baton.errors import ConfigError
 from baton.log import get_log
 from baton.model_files import ModelFiles
 from engine.ports import BatchEntry, RunnerLost
-from engine.tensor_parallel.exchange import SharedExchange
+from engine.tensor_parallel.exchange import PATIENCE_S, SharedExchange
 from engine.tensor_parallel.shard import Shard
 
 log = get_log("engine.ranks")
@@ -66,9 +68,7 @@ class Ranks:
             shared = _mapped(shared_fd, SharedExchange.nbytes(size))
             self.kv_memory = memoryview(_mapped(kv_fd, kv_bytes))
             for rank in range(1, size):
-                orders, signal = self._start(shared_fd, kv_fd)
-                self._orders.append(orders)
-                self._signals.append(signal)
+                orders = self._start(shared_fd, kv_fd)
                 orders.send(Job(job.files, job.engine, job.dtype, job.num_blocks, Shard(rank, size)))
         except OSError as error:
             self.close()
@@ -80,14 +80,23 @@ class Ranks:
             os.close(kv_fd)
         self.exchange = SharedExchange(0, size, shared, self._signals)
 
-    def _start(self, shared_fd: int, kv_fd: int) -> tuple[Connection, socket.socket]:
+    def _start(self, shared_fd: int, kv_fd: int) -> Connection:
         orders, their_orders = socket.socketpair()
-        signal, their_signal = socket.socketpair()
-        with their_orders, their_signal:
-            fds = (their_orders.fileno(), their_signal.fileno(), shared_fd, kv_fd)
+        signals, their_signals = socket.socketpair()
+        self._signals.append(signals)
+        orders.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(1e6 * PATIENCE_S), 10**6))
+        )
+        self._orders.append(Connection(orders.detach()))
+        with their_orders, their_signals:
+            fds = (their_orders.fileno(), their_signals.fileno(), shared_fd, kv_fd)
             command = [sys.executable, "-m", "engine.tensor_parallel.rank", *map(str, fds)]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
-        return Connection(orders.detach()), signal
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # inherited; rank.py
+            try:
+                self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return self._orders[-1]
 
     def loaded(self) -> None:
         """Wait until all have their weights, then let them go on to the first step. Raises: ConfigError: what one says."""
@@ -111,6 +120,8 @@ class Ranks:
         try:
             for orders in self._orders:
                 orders.send(order)
+        except BlockingIOError:
+            raise RunnerLost(f"a rank took no order for {PATIENCE_S:g} s") from None
         except OSError as error:
             raise RunnerLost(f"a rank is gone: {error}") from error
 
@@ -132,8 +143,8 @@ class Ranks:
         self._closing.set()
         for orders in self._orders:
             orders.close()
-        for signal in self._signals:
-            signal.close()
+        for signals in self._signals:
+            signals.close()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)

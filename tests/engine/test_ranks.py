@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +23,9 @@ from baton.errors import ConfigError
 from baton.model_files import load_model_files
 from baton.request import Request, SamplingParams
 from engine.engine import LocalEngine
-from engine.ports import RunnerLost
+from engine.ports import BatchEntry, RunnerLost
 from engine.tensor_parallel.ranks import Job, Ranks
+from engine.tensor_parallel.shard import Shard
 from engine.torch_runner import TorchRunner, load_torch_runner
 from tests.tiny_models import make_tiny_model
 
@@ -123,6 +125,20 @@ def test_signals_to_the_whole_group_are_rank_0s_to_take(runner: TorchRunner) -> 
     to_the_end(engine_of(runner))
 
 
+def test_so_are_those_that_come_while_a_rank_starts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Signalled(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.send_signal(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    runner = load_torch_runner(load_model_files(str(model_dir)), ENGINE, "float32")
+    others(runner).close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask  # of a worker, which takes them
+
+
 def test_an_error_within_a_step_of_several_ranks_is_the_end(
     runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +148,30 @@ def test_an_error_within_a_step_of_several_ranks_is_the_end(
     monkeypatch.setattr(runner.model, "forward", broken)
     with pytest.raises(RunnerLost, match="MemoryError"):
         engine_of(runner).step(0.0)
+
+
+def test_an_error_once_some_ranks_were_told_of_a_step_is_the_end(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(others(runner), "begin", broken)
+    with pytest.raises(RunnerLost, match="MemoryError"):
+        engine_of(runner).step(0.0)
+
+
+def test_a_rank_that_takes_no_orders_is_lost(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.tensor_parallel.ranks._END_S", 0.1)
+    monkeypatch.setattr("engine.tensor_parallel.ranks.PATIENCE_S", 0.1)
+    runner = load_torch_runner(load_model_files(str(model_dir)), ENGINE, "float32")
+    try:
+        os.kill(pid_of(runner), signal.SIGSTOP)
+        long = BatchEntry(0, list(range(1 << 20)), 0, (), True, GREEDY)  # more than a socket holds
+        with pytest.raises(RunnerLost, match=r"took no order for 0\.1 s"):
+            others(runner).begin([long])
+    finally:
+        others(runner).close()
 
 
 def test_ranks_end_with_a_rank_0_that_is_killed(model_dir: Path) -> None:
@@ -148,6 +188,34 @@ def test_ranks_end_with_a_rank_0_that_is_killed(model_dir: Path) -> None:
     lead.kill()
     lead.communicate()
     until_gone(pid)
+
+
+def test_a_rank_that_still_loads_ends_with_rank_0(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.tensor_parallel.ranks._END_S", GONE_S)
+    os.mkfifo(never := tmp_path / "never.gguf")  # whoever opens it waits
+    files = replace(load_model_files(str(model_dir)), kind="gguf", weights=(never,))
+    ranks = Ranks(Job(files, ENGINE, "float32", 1, Shard(0, 2)), 1 << 20)
+    ranks.close()
+    assert [process.returncode for process in ranks._processes] == [0]
+
+
+def test_a_rank_that_is_lost_before_the_first_step_fails_the_start(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Ranks._tell
+
+    def lose_it(ranks: Ranks, order: None) -> None:
+        for process in ranks._processes:
+            process.kill()
+            process.wait()
+        tell(ranks, order)
+
+    monkeypatch.setattr(Ranks, "_tell", lose_it)
+    with pytest.raises(ConfigError, match="cannot begin: a rank is gone"):
+        load_torch_runner(load_model_files(str(model_dir)), ENGINE, "float32")
+    assert not children()
 
 
 def test_a_rank_that_cannot_load_says_why_and_none_is_left(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
