@@ -25,9 +25,10 @@ from engine.models.fixed_attention import FixedAttention
 from engine.models.llama import Llama
 from engine.ports import Batch, BatchEntry, RunnerLost, Sample
 from engine.sampler import sample
+from engine.tensor_parallel.degree import check_shards, more_bytes
 from engine.tensor_parallel.exchange import Exchange, NoExchange
 from engine.tensor_parallel.ranks import Job, Ranks
-from engine.tensor_parallel.shard import ALONE, Shard, check_shards
+from engine.tensor_parallel.shard import ALONE, Shard
 from engine.torch_kv_cache import KV_TORCH_DTYPES, TORCH_DTYPES, TorchKVCache
 
 _GIB = 1 << 30
@@ -171,8 +172,7 @@ def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int, num_rank
     num_weights = sum(torch.Size(shape).numel() for shape in shapes.values())
     if files.spec.tie_embeddings:
         num_weights += files.spec.vocab_size * files.spec.hidden_size  # a packed head of its own; see models/linear.py
-    num_weights += (num_ranks - 1) * files.spec.vocab_size * files.spec.hidden_size  # embeddings are whole on each
-    weight_bytes = element_bytes * num_weights
+    weight_bytes = element_bytes * num_weights + more_bytes(files.spec, num_ranks, element_bytes)
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from baton.errors import ConfigError
 from baton.model_spec import ModelSpec
 
 _BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -68,19 +67,3 @@ class Shard:
 
 
 ALONE = Shard()
-
-
-def check_shards(spec: ModelSpec, size: int) -> None:
-    """Raises: ConfigError where the model cannot be cut into `size` equal parts."""
-    for name, count in (("KV heads", spec.num_kv_heads), ("heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
-        if count % size:
-            fitting = [
-                n
-                for n in range(1, spec.num_kv_heads + 1)
-                if not (spec.num_kv_heads % n or spec.num_heads % n or spec.ffn_size % n)
-            ]
-            raise ConfigError(
-                f"engine.tensor_parallel_size = {size} does not divide {name} = {count} of {spec.name}:"
-                f" use {', '.join(map(str, fitting))}",
-                field="engine.tensor_parallel_size",
-            )

@@ -24,6 +24,7 @@ from baton.model_files import load_model_files
 from baton.request import Request, SamplingParams
 from engine.engine import LocalEngine
 from engine.ports import BatchEntry, RunnerLost
+from engine.tensor_parallel.degree import RANK_BYTES
 from engine.tensor_parallel.ranks import Job, Ranks
 from engine.tensor_parallel.shard import Shard
 from engine.torch_runner import TorchRunner, load_torch_runner
@@ -241,4 +242,14 @@ def test_a_model_that_cannot_be_cut_so_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=wrong) as refused:
         load_torch_runner(load_model_files(str(model_dir)), engine, "float32")
     assert refused.value.field == "engine.tensor_parallel_size"
+    assert not children()
+
+
+def test_processes_that_memory_is_too_little_for_are_not_started(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.torch_runner.available_memory_bytes", lambda: RANK_BYTES)
+    load_torch_runner(load_model_files(str(model_dir)), replace(ENGINE, tensor_parallel_size=1), "float32")
+    with pytest.raises(ConfigError, match="are free"):
+        load_torch_runner(load_model_files(str(model_dir)), ENGINE, "float32")
     assert not children()
