@@ -35,6 +35,7 @@ from engine.tensor_parallel.shard import Shard
 
 log = get_log("engine.ranks")
 
+_STDERR = 2  # for both outputs of a rank: whoever reads the worker's stdout to its end waits for no rank
 _END_S = 5.0  # for a rank to see that its socket is closed; then it is killed
 
 
@@ -93,9 +94,10 @@ class Ranks:
             command = [sys.executable, "-m", "engine.tensor_parallel.rank", *map(str, fds)]
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # inherited; rank.py
             try:
-                self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=fds)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._processes.append(process)
         return self._orders[-1]
 
     def loaded(self) -> None:

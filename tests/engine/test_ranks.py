@@ -186,8 +186,10 @@ def test_ranks_end_with_a_rank_0_that_is_killed(model_dir: Path) -> None:
     lead = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert lead.stdout is not None
     pid = json.loads(lead.stdout.readline())
+    os.kill(pid, signal.SIGSTOP)
     lead.kill()
-    lead.communicate()
+    lead.communicate(timeout=GONE_S)  # a rank that cannot end yet does not hold its stdout
+    os.kill(pid, signal.SIGCONT)
     until_gone(pid)
 
 
