@@ -26,8 +26,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks {args.ranks}: the other engine has one; ask for 2 or more")
     files = load_model_files(args.model)
-    names = {ranks: f"{ranks} of {args.threads // ranks} threads" for ranks in (1, args.ranks)}
+    names = {ranks: f"{ranks} of {max(1, args.threads // ranks)} threads" for ranks in (1, args.ranks)}
     runners = {
         name: load_torch_runner(
             files,

@@ -33,8 +33,11 @@ def main(argv: Sequence[str]) -> int:
     os.nice(NICENESS)
     try:
         return _work(Connection(orders_fd), signal_fd, shared_fd, kv_fd)
-    except (EOFError, ConnectionError, RunnerLost):  # rank 0 has ended, or is done with this one
+    except (EOFError, ConnectionError):  # rank 0 has ended, or is done with this one
         return 0
+    except RunnerLost as error:  # within a step
+        print(f"rank: {error}", file=sys.stderr)
+        return 1
 
 
 def _work(orders: Connection, signal_fd: int, shared_fd: int, kv_fd: int) -> int:
