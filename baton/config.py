@@ -39,7 +39,8 @@ class EngineConfig:
     chunk_tokens: int = 512  # largest prefill chunk of one sequence in one step
     prefix_cache: bool = True
     deterministic: bool = False  # batch-invariant numerics; their price: docs/determinism.md
-    num_threads: int = 0  # torch intra-op threads; 0 = cores / workers on this host, at least 1
+    tensor_parallel_size: int = 1  # ranks of one worker, that share every layer (docs/tensor_parallel.md)
+    num_threads: int = 0  # torch intra-op threads, of all ranks together; 0 = cores / workers on this host, at least 1
     speculation: str = ""  # how tokens are guessed ahead; "" = not, all that the engine knows yet. Both ends must agree
     max_queued_seqs: int = 1_024  # submissions waiting in one worker; more are refused as Overloaded
 

@@ -100,6 +100,7 @@ _LIMITS: Mapping[str, Limit] = {
     "engine.max_num_seqs": _COUNT,
     "engine.max_num_batched_tokens": _COUNT,
     "engine.chunk_tokens": _COUNT,
+    "engine.tensor_parallel_size": Limit("processes of one worker, on one host", 1, 64),
     "engine.num_threads": Limit("0 = cores / workers on this host", 0, 1_024),
     "engine.max_queued_seqs": _COUNT,
     "engine.speculation": Limit("the engine does not guess ahead yet", choices=("",)),
@@ -423,6 +424,7 @@ def _check_together(cluster: ClusterConfig) -> None:
             field="kv.require_rdma",
         )
     _check_decode_dtype(cluster)
+    _check_tensor_parallel(cluster)
     _check_emulation(cluster.emulation)
     tracing.check(cluster.tracing)
     if cluster.router.time_scale not in (1, cluster.emulation.time_scale):
@@ -449,6 +451,22 @@ def _check_emulation(emulation: EmulationConfig) -> None:
                 f"emulation.{name} = {value:g}: it means nothing for real GPUs; set emulation.gpu (--emulate), or leave it out",
                 field=f"emulation.{name}",
             )
+
+
+def _check_tensor_parallel(cluster: ClusterConfig) -> None:
+    size = cluster.engine.tensor_parallel_size
+    if size == 1:
+        return
+    where = f"engine.tensor_parallel_size = {size}"
+    if cluster.emulation.gpu:
+        raise ConfigError(
+            f"{where}: the emulated GPUs of a worker are emulation.tp (--tp)", field="engine.tensor_parallel_size"
+        )
+    if cluster.kv.mode == "direct":
+        raise ConfigError(
+            f"{where}: ranks share their KV among themselves, not with peers, so kv.mode cannot be direct; leave it at auto",
+            field="kv.mode",
+        )
 
 
 def _check_decode_dtype(cluster: ClusterConfig) -> None:

@@ -19,6 +19,7 @@ from baton.tracing import open_tracer
 from cli.ports import listener_pid
 from cli.processes import process_name
 from engine.emulated_model import emulated_model
+from engine.tensor_parallel.degree import check_shards, more_bytes
 
 WORKER_PACKAGES = ("torch", "ucxx")  # of the extra "worker"
 
@@ -48,6 +49,7 @@ def check_all(config: ClusterConfig) -> ModelSpec:
     open_tracer(config.tracing, "router", "check").close()
     spec = load_model_files(config.model.path).spec
     check_context(config, spec)
+    check_shards(spec, config.engine.tensor_parallel_size)
     check_memory(config, spec, available_memory_bytes())
     check_shared_memory(config, _free_bytes(Path("/dev/shm")))
     return spec
@@ -92,7 +94,10 @@ def check_context(config: ClusterConfig, spec: ModelSpec) -> None:
 def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None:
     """Raises: ConfigError: weights and KV of all workers do not fit into `available` bytes."""
     num_workers = config.prefill + config.decode + config.both
-    weights = 0 if config.emulation.gpu else num_parameters(spec) * DTYPE_BYTES[config.model.dtype]
+    weights, element_bytes = 0, DTYPE_BYTES[config.model.dtype]
+    if not config.emulation.gpu:
+        weights = num_parameters(spec) * element_bytes
+        weights += more_bytes(spec, config.engine.tensor_parallel_size, element_bytes)
     pools = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
     kv = sum(size * _kv_bytes(config, role, spec) for role, size in pools)
     need = _CLUSTER_BYTES + config.router.processes * _ROUTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv

@@ -39,6 +39,12 @@ FLAGS = (
     Flag("--max-num-seqs", "engine.max_num_seqs", int, "sequences that decode in one step"),
     Flag("--max-num-batched-tokens", "engine.max_num_batched_tokens", int, "token budget of one step"),
     Flag("--chunk-tokens", "engine.chunk_tokens", int, "largest prefill chunk, tokens"),
+    Flag(
+        "--tensor-parallel-size",
+        "engine.tensor_parallel_size",
+        int,
+        "processes of one worker that share every layer",
+    ),
     Flag("--num-threads", "engine.num_threads", int, "torch threads per worker; 0 = cores / workers"),
     Flag("--ucx-tls", "kv.ucx_tls", str, "UCX transports, such as tcp or posix,sysv,self"),
     Flag("--tls-dir", "tls_dir", str, "certificates for mTLS inside, see docs/security.md; none = plain text"),

@@ -22,7 +22,7 @@ from baton.log import get_log
 from baton.request import Request
 from engine.block_exchange import BlockExchange
 from engine.block_pool import BlockPool
-from engine.ports import Batch, BatchEntry, EngineLoad, Runner, SequenceEnded, StepResult
+from engine.ports import Batch, BatchEntry, EngineLoad, Runner, RunnerLost, SequenceEnded, StepResult
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Chunk, Outcome, Plan, Scheduler, failed
 from engine.sequence import StopRules
@@ -140,6 +140,8 @@ class LocalEngine:
             samples = self._runner.run(Batch([_entry(chunk) for chunk in chunks]))
             if [sample is not None for sample in samples] != [chunk.sample for chunk in chunks]:
                 raise Internal("the runner did not answer every entry of its batch")
+        except RunnerLost:
+            raise
         except Exception as exception:  # the model boundary: whatever it raises ends sequences, not the worker
             error = _to_error(exception)
             request_ids = [chunk.sequence.request.request_id for chunk in chunks]

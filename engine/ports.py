@@ -70,6 +70,10 @@ class KVCache(Protocol):
         ...
 
 
+class RunnerLost(Exception):
+    """A runner computes no more, whatever it is asked: its engine ends, and with it the worker."""
+
+
 class Runner(Protocol):
     """Computes one step. Implementations: torch (engine/torch_runner.py), and scripted ones for tests."""
 
@@ -77,7 +81,10 @@ class Runner(Protocol):
     def kv_cache(self) -> KVCache: ...
 
     def run(self, batch: Batch) -> list[Sample | None]:
-        """One result per entry, None where it was not to be sampled. Blocks are complete when this returns."""
+        """One result per entry, None where it was not to be sampled. Blocks are complete when this returns.
+
+        Raises: RunnerLost; anything else ends only what the batch holds.
+        """
         ...
 
 

@@ -6,7 +6,8 @@ nothing runs behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,24 +19,35 @@ from baton.memory import available_memory_bytes
 from baton.model_files import ModelFiles
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
-from engine.models.attention import lay_out
+from engine.models.attention import StepTensors, lay_out
 from engine.models.deterministic import make_deterministic, numerics_digest
 from engine.models.fixed_attention import FixedAttention
 from engine.models.llama import Llama
-from engine.ports import Batch, Sample
+from engine.ports import Batch, BatchEntry, RunnerLost, Sample
 from engine.sampler import sample
+from engine.tensor_parallel.degree import check_shards, more_bytes
+from engine.tensor_parallel.exchange import Exchange, NoExchange
+from engine.tensor_parallel.ranks import Job, Ranks
+from engine.tensor_parallel.shard import ALONE, Shard
 from engine.torch_kv_cache import KV_TORCH_DTYPES, TORCH_DTYPES, TorchKVCache
 
 _GIB = 1 << 30
 
 
 class TorchRunner:
-    """A model and its KV cache."""
+    """A model and its KV cache; of one rank of it, where there are several."""
 
-    def __init__(self, model: Llama, kv_cache: TorchKVCache, attention: FixedAttention | None = None) -> None:
-        """`attention`: how a deterministic model cuts it; None = as is quickest."""
+    def __init__(
+        self,
+        model: Llama,
+        kv_cache: TorchKVCache,
+        attention: FixedAttention | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`attention`: how a deterministic model cuts it; None = as is quickest. `ranks`: the others, if this is rank 0."""
         self.model = model
         self.kv_cache = kv_cache
+        self.ranks = ranks
         self._attention = attention
         self.numerics = "" if attention is None else numerics_digest(model, kv_cache, attention)  # of ModelSpec
 
@@ -45,12 +57,28 @@ class TorchRunner:
         results: list[Sample | None] = [None] * len(batch.entries)
         if not batch.entries:
             return results
-        step = lay_out(batch.entries, self.kv_cache.layout.block_size, self._attention)
-        logits = self.model.forward(step, self.kv_cache.blocks)  # [R, V]
+        step, logits = self.compute(batch.entries)
         rows = [batch.entries[i] for i in step.sampled_entries]
         for i, drawn in zip(step.sampled_entries, sample(logits, rows, self.model.spec.eos_token_ids), strict=True):
             results[i] = drawn
         return results
+
+    @torch.inference_mode()
+    def compute(self, entries: Sequence[BatchEntry]) -> tuple[StepTensors, Tensor]:
+        """Fill the entries' slots. Returns the step and its sampled rows' logits [R, V], which only rank 0 has.
+
+        Raises: RunnerLost: another rank is gone, or this one failed within a step that others compute.
+        """
+        step = lay_out(entries, self.kv_cache.layout.block_size, self._attention)
+        if self.ranks is None:
+            return step, self.model.forward(step, self.kv_cache.mine)
+        try:
+            self.ranks.begin(entries)
+            return step, self.model.forward(step, self.kv_cache.mine)
+        except RunnerLost:
+            raise
+        except Exception as error:  # others are within this step, and nothing brings them out of it
+            raise RunnerLost(f"a step of several ranks failed with {type(error).__name__}") from error
 
 
 def load_torch_runner(
@@ -63,19 +91,19 @@ def load_torch_runner(
 ) -> TorchRunner:
     """Load the weights and make a KV cache of `num_blocks`, 0 = what `engine` says, in memory of `allocate` if given.
 
-    `weights`: those that are there already, all that the architecture needs; emptied.
+    Of a model of several ranks the others are started, and the KV cache lies in memory that they share.
+    `weights`: those that are there already, all that the architecture needs; emptied. Only for a model of one rank.
 
     Raises: ConfigError naming the option, for a dtype we lack, a damaged file or too little memory.
     """
-    kv_dtype = engine.kv_dtype(dtype)
+    kv_dtype, size = engine.kv_dtype(dtype), engine.tensor_parallel_size
     for field, value, known in (
         ("model.dtype", dtype, TORCH_DTYPES),
         ("engine.kv_cache_dtype", kv_dtype, KV_TORCH_DTYPES),
     ):
         if value not in known:
             raise ConfigError(f"{field} = {value!r} is not supported: use {', '.join(known)}", field=field)
-    if engine.num_threads:
-        torch.set_num_threads(engine.num_threads)
+    check_shards(files.spec, size)
     layout = files.spec.kv_layout(kv_dtype, engine.block_size)
     num_blocks = num_blocks or engine.num_blocks or engine.kv_memory_bytes // layout.block_bytes
     if num_blocks < 1:
@@ -83,23 +111,68 @@ def load_torch_runner(
             f"engine.kv_memory_bytes = {engine.kv_memory_bytes} holds no block ({layout.block_bytes} bytes each): raise it",
             field="engine.kv_memory_bytes",
         )
-    _check_memory(files, DTYPE_BYTES[dtype], num_blocks * layout.block_bytes)
+    kv_bytes = num_blocks * layout.block_bytes
+    _check_memory(files, DTYPE_BYTES[dtype], kv_bytes, size)
+    if size == 1:
+        buffer = None if allocate is None else allocate(kv_bytes)
+        return load_rank(files, engine, dtype, num_blocks, buffer, weights=weights).runner()
+    each = replace(engine, num_threads=max(1, (engine.num_threads or torch.get_num_threads()) // size))
+    ranks = Ranks(Job(files, each, dtype, num_blocks, Shard(0, size)), kv_bytes)
+    try:
+        rank = load_rank(files, each, dtype, num_blocks, ranks.kv_memory, Shard(0, size), ranks.exchange)
+        ranks.loaded()
+        return rank.runner(ranks)
+    except BaseException as error:
+        ranks.close()
+        if isinstance(error, RunnerLost):
+            raise ConfigError(
+                f"the ranks of the model cannot begin: {error}", field="engine.tensor_parallel_size"
+            ) from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank with its weights and its view of the KV cache, before its first step."""
+
+    model: Llama
+    kv_cache: TorchKVCache
+    attention: FixedAttention | None
+
+    def runner(self, ranks: Ranks | None = None) -> TorchRunner:
+        """A deterministic model computes a first step here, with all its ranks."""
+        return TorchRunner(self.model, self.kv_cache, self.attention, ranks)
+
+
+def load_rank(
+    files: ModelFiles,
+    engine: EngineConfig,
+    dtype: str,
+    num_blocks: int,
+    buffer: memoryview | None,
+    shard: Shard = ALONE,
+    exchange: Exchange | None = None,
+    weights: dict[str, Tensor] | None = None,
+) -> LoadedRank:
+    """Load this rank's share of the weights, unless they are there, and lay the whole KV cache into `buffer`."""
+    if engine.num_threads:
+        torch.set_num_threads(engine.num_threads)
     architecture = ARCHITECTURES[files.spec.architecture]
     if weights is None:
-        weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
-    buffer = None if allocate is None else allocate(num_blocks * layout.block_bytes)
-    model = architecture(files.spec, weights)
+        weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype], shard)
+    model = architecture(files.spec, weights, shard, exchange or NoExchange())
     attention = make_deterministic(model, engine.block_size) if engine.deterministic else None
-    return TorchRunner(model, TorchKVCache(layout, num_blocks, buffer), attention)
+    layout = files.spec.kv_layout(engine.kv_dtype(dtype), engine.block_size)
+    return LoadedRank(model, TorchKVCache(layout, num_blocks, buffer, shard), attention)
 
 
-def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:
+def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int, num_ranks: int) -> None:
     """Refuse before the kernel kills: weights and KV must fit what is free now."""
     shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
     num_weights = sum(torch.Size(shape).numel() for shape in shapes.values())
     if files.spec.tie_embeddings:
         num_weights += files.spec.vocab_size * files.spec.hidden_size  # a packed head of its own; see models/linear.py
-    weight_bytes = element_bytes * num_weights
+    weight_bytes = element_bytes * num_weights + more_bytes(files.spec, num_ranks, element_bytes)
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

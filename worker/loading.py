@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from baton import clock
 from baton.config import WorkerConfig
@@ -36,6 +36,18 @@ class LendableWeights:
     pages: PageSource
 
 
+class OtherProcesses(Protocol):
+    """Those that compute a model beside the worker's own (engine/tensor_parallel/ranks.py)."""
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Call `on_lost`, from any thread, if one ends by itself."""
+        ...
+
+    def close(self) -> None:
+        """End them; none is left when this returns."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, and what is known of it."""
@@ -48,6 +60,7 @@ class LoadedModel:
     lendable: LendableWeights | None = None
     weights_from: str = ""  # FROM_PEER | FROM_FILES; "" = it has none
     weights_s: float = 0.0  # that they took to come and to be laid out
+    others: OtherProcesses | None = None
 
 
 Allocate: TypeAlias = Callable[
@@ -75,7 +88,8 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
         return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype)
 
     files, weights = None, None
-    if borrow is not None and config.model.weights_from == "auto":
+    is_whole = config.engine.tensor_parallel_size == 1  # else each rank reads its share, and nobody has all to lend
+    if is_whole and borrow is not None and config.model.weights_from == "auto":
         described = describe_model(path)
         manifest = manifest_of(described.spec)
         buffer = _borrowed(config, borrow, described, manifest) if described.spec.weights_hash else None
@@ -86,11 +100,16 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
     weights_from = FROM_FILES if weights is None else FROM_PEER
     runner = load_torch_runner(files, config.engine, dtype, allocate=allocate, weights=weights)
     weights_s = clock.now_s() - started_s
-    manifest = manifest_of(files.spec)
-    pages = PageSource(page_layout(config.kv.frame_bytes), manifest.nbytes, WeightImage(runner.model, manifest).read)
+    lendable = None
+    if is_whole:
+        manifest = manifest_of(files.spec)
+        pages = PageSource(
+            page_layout(config.kv.frame_bytes), manifest.nbytes, WeightImage(runner.model, manifest).read
+        )
+        lendable = LendableWeights(manifest, pages)
     spec = replace(files.spec, numerics=runner.numerics)
     return LoadedModel(
-        spec, runner, lendable=LendableWeights(manifest, pages), weights_from=weights_from, weights_s=weights_s
+        spec, runner, lendable=lendable, weights_from=weights_from, weights_s=weights_s, others=runner.ranks
     )
 
 

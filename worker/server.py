@@ -192,6 +192,8 @@ class WorkerServer:
                 transport = emulated_link(config, transport)
             not_started.callback(transport.close)
             model = await self._loaded(transport.allocate, trust)
+            if model.others is not None:
+                not_started.callback(model.others.close)
             kv_cache = model.runner.kv_cache
             self.fingerprint = model.spec.fingerprint
             engine = LocalEngine(
@@ -224,9 +226,13 @@ class WorkerServer:
             if model.lendable is not None:
                 hello = weight_hello(config, model.spec, model.lendable.manifest, self.epoch, plane.address)
                 self._lender = WeightLender(hello, model.lendable.pages, plane, config.kv, trust)
+            if model.others is not None:
+                model.others.watch(self._forward_fatal)
             await self._serve_host(self._host, trust, _StartUp(model.weights_from, model.weights_s, started_s))
         finally:
             await self._loop.run_in_executor(None, plane.stop)
+            if model.others is not None:
+                await self._loop.run_in_executor(None, model.others.close)
 
     async def _loaded(self, allocate: Allocate, trust: PeerTrust) -> LoadedModel:
         """Load on a thread of its own, as borrowed weights come through this loop; one that no exit of the process waits for."""
@@ -245,6 +251,11 @@ class WorkerServer:
 
         threading.Thread(target=load, name="load", daemon=True).start()
         return await asyncio.wrap_future(loaded)
+
+    def _forward_fatal(self, error: BaseException) -> None:
+        """From any thread; nobody waits for it once the loop has closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_fatal, error)
 
     def _forward_kv_event(self, event: KVEvent) -> None:
         """Called on the KV thread, which ends before the loop does."""

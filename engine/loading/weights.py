@@ -16,12 +16,16 @@ from baton.errors import ConfigError
 from baton.model_files import ModelFiles
 from engine.loading.gguf_weights import GGUFSource
 from engine.loading.safetensors_weights import SafetensorsSource
+from engine.tensor_parallel.shard import ALONE, Shard
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read the tensors named by `shapes`. Returns fresh tensors, owned by the caller. Raises: ConfigError."""
+def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype, shard: Shard = ALONE) -> dict[str, Tensor]:
+    """Read what `shard` computes of the tensors named by `shapes`. Returns fresh tensors, owned by the caller.
+
+    Raises: ConfigError.
+    """
     kind = GGUFSource if files.kind == "gguf" else SafetensorsSource
     weights: dict[str, Tensor] = {}
     for path in files.weights:
@@ -34,7 +38,9 @@ def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype) -> dict[
                 raise _unusable(path, f"tensor {name} is not part of a {files.spec.architecture} model like this one")
             if shape != shapes[name]:
                 raise _unusable(path, f"tensor {name} is {list(shape)}, the configuration says {list(shapes[name])}")
-            weights[name] = source.read(name).to(dtype)
+            whole = source.read(name)
+            part = shard.cut(name, whole)
+            weights[name] = part.to(dtype, copy=part is not whole)
     missing = sorted(shapes.keys() - weights.keys())
     if missing:
         raise _unusable(files.weights[0], f"tensor {missing[0]} is missing ({len(missing)} in all)")

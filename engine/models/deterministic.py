@@ -51,7 +51,7 @@ def numerics_digest(model: Llama, cache: TorchKVCache, attention: FixedAttention
     ids = [7 * i % model.spec.vocab_size for i in range(min(DIGEST_TOKENS, cache.num_blocks * cache.layout.block_size))]
     entry = BatchEntry(0, ids, 0, range(cache.num_blocks), True, SamplingParams(max_tokens=1))
     step = lay_out([entry], cache.layout.block_size, attention)
-    logits = model.forward(step, cache.blocks)
+    logits = model.forward(step, cache.mine)
     return hashlib.blake2b(logits.numpy().tobytes(), digest_size=8).hexdigest()
 
 

@@ -16,6 +16,8 @@ from baton.model_spec import ModelSpec
 from engine.models.attention import StepTensors, attend
 from engine.models.linear import Linear
 from engine.models.rope import Rope, rotate
+from engine.tensor_parallel.exchange import Exchange, NoExchange
+from engine.tensor_parallel.shard import ALONE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,21 @@ class Layer:
 class Llama:
     """A decoder-only transformer; subclasses change what differs."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
-        """Take the tensors of `tensor_shapes(spec)` out of `weights`, one layer at a time, so that none is held twice."""
-        self.spec = spec
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, Tensor], shard: Shard = ALONE, exchange: Exchange | None = None
+    ) -> None:
+        """Take the tensors of `tensor_shapes(spec)` out of `weights`, one layer at a time, so that none is held twice.
+
+        `shard`: which part of the model of `spec` this is, of whose tensors `weights` has that part; the others compute theirs
+        at the same time and are reached through `exchange`.
+        """
+        self.spec = shard.spec(spec)
+        self.exchange = exchange or NoExchange()
         self.rope = Rope(spec)
         self.layers = [self._take_layer(weights, f"model.layers.{i}.") for i in range(spec.num_layers)]
         self.norm = weights.pop("model.norm.weight")
         self.embeddings = weights.pop("model.embed_tokens.weight")  # [V, hidden]
-        self.head = Linear(self.embeddings if spec.tie_embeddings else weights.pop("lm_head.weight"))
+        self.head = Linear(shard.head_rows(self.embeddings) if spec.tie_embeddings else weights.pop("lm_head.weight"))
 
     @classmethod
     def tensor_shapes(cls, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -99,18 +108,19 @@ class Llama:
                 yield tuple(f"{name}.bias" for name in names), linear.bias
 
     def forward(self, step: StepTensors, kv: Tensor) -> Tensor:
-        """Compute a step: fill its slots in kv [L, 2, N, S, K, D] and return the sampled rows' logits [R, V] in fp32."""
-        spec = self.spec
+        """Compute a step: fill its slots in kv [L, 2, N, S, K, E] and return the sampled rows' logits [R, V] in fp32."""
+        spec, exchange = self.spec, self.exchange
         x = self.embeddings[step.token_ids]  # [T, hidden]
         cos, sin = self.rope.tables(step.positions, x.dtype)  # [T, 1, D]
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, spec.head_dim)  # [T, H + 2K, D]
             q, k, v = torch.split(qkv, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
             q, k = self._position(i, q, k, cos, sin)
-            x = x + layer.output(attend(q, k, v, kv[i], step))
+            x = x + exchange.sum(layer.output(attend(q, k, v, kv[i], step)))
             gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)  # [T, ffn] each
-            x = x + layer.down(F.silu(gate) * up)
-        return self.head(self._norm(x[step.sampled_rows], self.norm)).float()  # [R, V]
+            x = x + exchange.sum(layer.down(F.silu(gate) * up))
+        logits = self.head(self._norm(x[step.sampled_rows], self.norm))  # [R, V], or this rank's columns
+        return exchange.gather(logits)[:, : spec.vocab_size].float()
 
     def _position(self, i: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Give q [T, H, D] and k [T, K, D] of layer i their positions."""

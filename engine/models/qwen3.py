@@ -9,15 +9,19 @@ from torch import Tensor
 from baton.model_spec import ModelSpec
 from engine.models.linear import Linear
 from engine.models.llama import Layer, Llama, rms_norm
+from engine.tensor_parallel.exchange import Exchange
+from engine.tensor_parallel.shard import ALONE, Shard
 
 
 class Qwen3(Llama):
     """Dense Qwen3."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, Tensor], shard: Shard = ALONE, exchange: Exchange | None = None
+    ) -> None:
         self.q_norms: list[Tensor] = []  # L of [D]
         self.k_norms: list[Tensor] = []
-        super().__init__(spec, weights)
+        super().__init__(spec, weights, shard, exchange)
 
     @classmethod
     def layer_shapes(cls, spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -39,6 +39,7 @@ from router.controller.controller import Controller
 from router.controller.feasibility import FloorSource, Forecast, emulated_floor
 from router.controller.fleet_state import FAILED, STARTING
 from router.controller.live_control import LiveControl
+from router.controller.live_facts import gpus_per_worker
 from router.controller.pays import Pays
 from router.controller.versioned import StaleVersion
 from router.series import CONTENT_TYPE, Registry
@@ -68,7 +69,7 @@ def make_app(
     app.include_router(_health(controller))
     floors = floors or emulated_floor(cluster.emulation) or controller.floor
     app.include_router(slo_routes(controller, doors, floors, forecast, require_reason=require_reason))
-    app.include_router(control_routes(controller, doors, cluster.emulation.tp))
+    app.include_router(control_routes(controller, doors, gpus_per_worker(cluster)))
     app.include_router(worker_routes(controller, cluster, doors))
     app.include_router(pool_routes(controller, doors, control))
     if control is not None:

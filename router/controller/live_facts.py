@@ -156,10 +156,10 @@ class LiveFacts:
 
 
 def gpus_per_worker(cluster: ClusterConfig) -> int:
-    """Of a machine without GPUs each worker counts as one."""
+    """Of a machine without GPUs each rank of a worker counts as one; on Kubernetes a pod without GPUs does."""
     if cluster.kubernetes.fullname:
         return max(1, cluster.kubernetes.gpus_per_worker)
-    return cluster.emulation.tp if cluster.emulation.gpu else 1
+    return cluster.emulation.tp if cluster.emulation.gpu else cluster.engine.tensor_parallel_size
 
 
 def _state(member: Member, view: WorkerView | None) -> State:

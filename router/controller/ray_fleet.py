@@ -176,6 +176,8 @@ class WorkerConfigs:
     def shape_of(self, role: Role) -> str:
         """Its hardware, and how its KV is kept where that depends on the role: a worker does not change that when it flips."""
         cluster = self._cluster
-        hardware = f"{cluster.emulation.tp}x{cluster.emulation.gpu}" if cluster.emulation.gpu else "cpu"
+        ranks = cluster.engine.tensor_parallel_size
+        cpus = "cpu" if ranks == 1 else f"{ranks}xcpu"
+        hardware = f"{cluster.emulation.tp}x{cluster.emulation.gpu}" if cluster.emulation.gpu else cpus
         dtype = cluster.engine_of(role.name.lower()).kv_dtype(cluster.model.dtype)
         return hardware if cluster.decode_kv_cache_dtype == "auto" else f"{hardware}-{dtype}"

@@ -52,6 +52,15 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__PREFILL": "0"}, ["prefill = 0", "--colocated"]),
         ({"BATON__ENGINE__KV_MEMORY_BYTES": "5"}, ["engine.kv_memory_bytes", "at least 1048576"]),
         ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e5m2"}, ["float8_e5m2", "float16, float8_e4m3, fp8"]),
+        ({"BATON__ENGINE__TENSOR_PARALLEL_SIZE": "0"}, ["engine.tensor_parallel_size", "1"]),
+        (
+            {"BATON__ENGINE__TENSOR_PARALLEL_SIZE": "2", "BATON__EMULATION__GPU": "h100"},
+            ["engine.tensor_parallel_size = 2", "--tp"],
+        ),
+        (
+            {"BATON__ENGINE__TENSOR_PARALLEL_SIZE": "2", "BATON__KV__MODE": "direct"},
+            ["engine.tensor_parallel_size = 2", "kv.mode cannot be direct"],
+        ),
         (
             {"BATON__DECODE_KV_CACHE_DTYPE": "bfloat16"},
             ["decode_kv_cache_dtype", "prefill workers keep float32", "float8_e4m3 (fp8) only"],

@@ -136,6 +136,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     "emulated": merged(
         STILL, {"emulation": {"gpu": "h100"}, "pools": {r: {"gpu": {"count": 0}} for r in ("prefill", "decode")}}
     ),
+    "ranks": merged(
+        STILL,
+        {"pools": {r: {"gpu": {"count": 2}, "parallelism": {"tensor": 2}} for r in ("prefill", "decode")}},
+    ),
     "targets from values": merged(STILL, {"slo": {"source": "values"}}),
     "nothing extra": merged(
         STILL,

@@ -33,6 +33,7 @@ WHERE: dict[str, Values] = {
     "ray.external": MATRIX["external"],
     "ray.gcs.redis": MATRIX["redis"],
     "pools.both": merged(EVERYTHING, MATRIX["colocated"], {"pools": {"both": EVERYTHING["pools"]["decode"]}}),
+    "pools.prefill.parallelism.tensor": MATRIX["ranks"],
     "pools.prefill.replicas.initial": MATRIX["fixed sizes"],
     "router.replicas": LEAST,
     "scaler.hpa": MATRIX["hpa"],
@@ -62,7 +63,7 @@ SHAPES: dict[str, Any] = {
     "endpoint": "https://zz{n}:4317",
 }
 # Pools must agree in these, so all pools are asked at once, and for the first one alone.
-ALIKE = ("gpu.count", "rdma.hcas", "rdma.addrType", "rdma.require")
+ALIKE = ("gpu.count", "parallelism.tensor", "rdma.hcas", "rdma.addrType", "rdma.require")
 # They change with what stands beside them only: of the matrix "a url", "a claim with the model" and "colocated" differ by them.
 TOGETHER = {"model.source", *(f"pools.{role}.enabled" for role in ("prefill", "decode", "both"))}
 
@@ -169,7 +170,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("a misspelt name says which there are", {"router": {"replica": 1}}, "one of 'replicas', 'processes'"),
         ("a name of other charts", {"replicaCount": 2}, "set router.replicas, or pools.<role>.replicas"),
         ("a secret in values", {"hfToken": {"value": "x"}}, "set hfToken.existingSecret"),
-        ("what there is not", {"pools": {"prefill": {"parallelism": {"tp": 8}}}}, "no tensor parallelism yet"),
+        ("what there is not", {"pools": {"prefill": {"parallelism": {"pipeline": 2}}}}, "there is only `tensor`"),
+        ("another name for it", {"pools": {"decode": {"parallelism": {"tp": 2}}}}, "one of 'tensor', 'pipeline'"),
         ("what the weights say", {"model": {"quantization": "fp8"}}, "reads it from the weights"),
         ("a wrong type", {"pools": {"prefill": {"replicas": 2}}}, "want object"),
         ("a quantity", {"pools": {"prefill": {"memory": "64GB"}}}, "/pools/prefill/memory"),
@@ -184,6 +186,9 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("a start out of bounds", {"pools": {"prefill": {"replicas": {"initial": 9}}}}, "initial = 9 is not between"),
         ("a budget below the floor", {"scaler": {"gpuBudget": 1}}, "below the 19 GPUs of the smallest pools"),
         ("workers of two sizes", {"pools": {"decode": {"gpu": {"count": 2}}}}, "pools.decode.gpu.count = 2 differs"),
+        ("pools cut unlike", {"pools": {"decode": {"parallelism": {"tensor": 4}}}}, "decode.parallelism.tensor = 4 differs"),
+        ("ranks without GPUs", {}, "tensor = 4, but gpu.count = 2: each rank has one GPU"),
+        ("ranks whose KV peers map", {"kv": {"mode": "direct"}}, "so kv.mode cannot be direct"),
         ("two KV planes", {"pools": {"decode": {"rdma": {"addrType": "eth"}}}}, "all workers have one KV plane"),
         ("RDMA without a device", {"pools": {"decode": {"rdma": {"require": True}}}}, "decode.rdma.require is set, but no"),
         ("HCAs without a device", {"pools": {"decode": {"rdma": {"hcas": ["a"]}}}}, "decode.rdma.hcas is set, but no"),
@@ -198,6 +203,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
     ],
     "half a pair": [
         ("one pool", {"pools": {"decode": {"enabled": False}}}, "an answer needs a prefill and a decode pool"),
+        ("ranks of no GPU", {"emulation": {"gpu": "h100"}, "pools": {"prefill": {"parallelism": {"tensor": 2}}}},
+         "tensor = 2: the emulated GPUs of a worker are emulation.tp"),
     ],
     "parts": [
         ("a path where an id makes one", {"model": {"path": "x"}}, "model.source is hf, which makes the path"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2
 from cli.chat import stream_chat
-from cli.checks import check_context, check_memory, check_port, check_shared_memory, num_parameters
+from cli.checks import check_all, check_context, check_memory, check_port, check_shared_memory, num_parameters
 from cli.cluster import Cluster
 from cli.main import main
 from cli.processes import spawn
@@ -26,6 +27,7 @@ from cli.run_folder import ClusterRecord, RunFolder
 from cli.shared_memory import SharedMemory
 from cli.signals import Signals
 from cli.supervisor import ClusterFailed
+from tests.tiny_models import make_tiny_model
 
 SMOLLM2 = ModelSpec(
     name="smollm2",
@@ -101,6 +103,21 @@ def test_too_little_memory_says_how_much_and_what_to_lower() -> None:
 
 def test_a_block_count_replaces_the_memory_figure() -> None:
     check_memory(ClusterConfig(engine=EngineConfig(num_blocks=64)), SMOLLM2, 7 << 29)
+
+
+def test_ranks_need_memory_of_their_own() -> None:
+    engine = EngineConfig(num_blocks=64)
+    check_memory(ClusterConfig(engine=engine), SMOLLM2, 7 << 29)
+    with pytest.raises(ConfigError, match="2 workers need about"):
+        check_memory(ClusterConfig(engine=replace(engine, tensor_parallel_size=3)), SMOLLM2, 7 << 29)
+
+
+def test_a_degree_that_the_model_has_not_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(make_tiny_model(tmp_path / "tiny")))
+    config = ClusterConfig(model=model, engine=EngineConfig(num_blocks=64, tensor_parallel_size=3))
+    free = replace(config, router=replace(config.router, http_port=0, grpc_port=0))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3 does not divide KV heads = 2 of .*: use 1, 2$"):
+        check_all(replace(free, controller=replace(free.controller, admin_port=0)))
 
 
 def test_too_little_shared_memory_says_how_to_enlarge_it() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.config import ClusterConfig, ControllerConfig
+from baton.config import ClusterConfig, ControllerConfig, EmulationConfig, EngineConfig, KubernetesConfig
 from baton.errors import ConfigError, Unavailable
 from baton.request import Role
 from baton.slo import SLO
@@ -371,13 +371,21 @@ async def test_mode_and_budget_share_a_version_and_survive_a_restart(database_ur
     database.close()
 
 
-async def test_the_floor_of_a_budget_counts_the_gpus_of_a_worker(lite: Database) -> None:
-    config = ClusterConfig()
-    config = replace(config, emulation=replace(config.emulation, tp=4))
-    async with operator(lite, config=config) as admin:
-        refused = await admin.patch("/admin/v1/budget", json={"max_gpus": 7, "reason": "x"}, headers=ANY)
-        assert "below the floor of 8" in error_of(refused)["message"]
-        assert (await admin.patch("/admin/v1/budget", json={"max_gpus": 8, "reason": "x"}, headers=ANY)).is_success
+@pytest.mark.parametrize(
+    ("config", "gpus_each"),
+    [
+        (ClusterConfig(kubernetes=KubernetesConfig(fullname="chat", gpus_per_worker=4)), 4),
+        (ClusterConfig(engine=EngineConfig(tensor_parallel_size=2)), 2),
+        (ClusterConfig(emulation=EmulationConfig(gpu="h100", tp=8)), 8),
+    ],
+)
+async def test_a_budget_counts_all_gpus_of_a_worker(lite: Database, config: ClusterConfig, gpus_each: int) -> None:
+    async with operator(lite, config=config) as client:
+        for spare, status in ((0, 200), (-1, 422)):
+            body = {"max_gpus": 2 * gpus_each + spare, "reason": "x"}
+            answer = await client.patch("/admin/v1/budget", json=body, headers=ANY)
+            assert answer.status_code == status, answer.text
+        assert f"below the floor of {2 * gpus_each}" in answer.text
 
 
 async def test_decisions_are_read_by_time_and_page(database: Database) -> None:

@@ -19,5 +19,9 @@ def test_a_pool_s_workers_have_its_kv_dtype_and_all_else_in_common() -> None:
 def test_workers_flip_only_among_those_that_keep_kv_alike() -> None:
     alike = WorkerConfigs(ClusterConfig(emulation=EmulationConfig(gpu="h100", tp=4)), "127.0.0.1:1", lambda role: 2)
     assert {alike.shape_of(role) for role in Role} == {"4xh100"}
+    ranks = WorkerConfigs(
+        ClusterConfig(engine=EngineConfig(tensor_parallel_size=2)), "127.0.0.1:1", lambda role: 2
+    )  # whose steps last otherwise, so that what was learned of them is not taken for those of one rank
+    assert {ranks.shape_of(role) for role in Role} == {"2xcpu"}
     apart = WorkerConfigs(ClusterConfig(decode_kv_cache_dtype="fp8"), "127.0.0.1:1", lambda role: 2)
     assert [apart.shape_of(role) for role in Role] == ["cpu-float32", "cpu-float8_e4m3", "cpu-float32"]

@@ -76,8 +76,10 @@ class Texts:
 
     @torch.inference_mode()
     def step(self, batch: Sequence[BatchEntry]) -> Logits:
+        if self._runner.ranks is not None:
+            self._runner.ranks.begin(batch)
         step = lay_out(batch, BLOCK, self._attention)
-        rows = self._runner.model.forward(step, self._runner.kv_cache.blocks)
+        rows = self._runner.model.forward(step, self._runner.kv_cache.mine)
         entries = [batch[i] for i in step.sampled_entries]
         return {(e.seq, e.start + len(e.token_ids)): row.clone() for e, row in zip(entries, rows, strict=True)}
 
@@ -120,6 +122,22 @@ def test_another_number_of_threads_gives_the_same_bits(
     got = texts.compute(*VARIANTS["chunks of 64, eight at once"])
     assert all(torch.equal(got[key], reference[1][key]) for key in got.keys() & reference[1].keys())
     assert texts._runner.numerics == reference[0]._runner.numerics
+
+
+def test_two_ranks_give_bits_of_their_own_and_these_in_any_batch(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "tiny", ffn_size=1536)
+    engine = EngineConfig(num_blocks=160, block_size=BLOCK, num_threads=2, deterministic=True, tensor_parallel_size=2)
+    runner = load_torch_runner(load_model_files(str(path)), engine, "float32")
+    assert runner.ranks is not None
+    try:
+        texts = Texts(runner)
+        alone = texts.compute(small_steps, 1)
+        for variant in VARIANTS.values():
+            got = texts.compute(*variant)
+            assert [key for key in got.keys() & alone.keys() if not torch.equal(got[key], alone[key])] == []
+    finally:
+        runner.ranks.close()
+    assert runner.numerics != load(path, "float32", "auto").numerics  # so such workers never pair
 
 
 def test_without_it_the_same_variants_give_other_bits(tmp_path: Path) -> None:

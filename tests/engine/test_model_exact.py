@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from baton.config import EngineConfig
 from baton.model_files import load_model_files
 from baton.request import SamplingParams
 from engine.models import attention
-from engine.models.attention import lay_out
 from engine.models.linear import Linear
 from engine.ports import BatchEntry
 from engine.torch_runner import TorchRunner, load_torch_runner
@@ -44,15 +43,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama without grouping": {"num_kv_heads": 4},
     "llama3 rope scaling": {"rope_scaling": LLAMA3_ROPE},
     "linear rope scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-}
+    "llama of two ranks": {"num_ranks": 2},
+    "qwen3 of two ranks, tied, with biases": {
+        "architecture": "qwen3", "tie_embeddings": True, "attention_bias": True, "num_ranks": 2,
+    },
+    "llama of three ranks": {  # whose parts of the vocabulary, 512, are filled up
+        "hidden_size": 96, "num_heads": 6, "num_kv_heads": 3, "ffn_size": 96, "num_ranks": 3,
+    },
+}  # fmt: skip
 
 
 class Pair:
     """A tiny model in both implementations."""
 
-    def __init__(self, path: Path) -> None:
-        self.ours = load_torch_runner(load_model_files(str(path)), EngineConfig(), "float32", NUM_BLOCKS)
+    def __init__(self, path: Path, num_ranks: int = 1) -> None:
         self.theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        engine = EngineConfig(tensor_parallel_size=num_ranks)
+        self.ours = load_torch_runner(load_model_files(str(path)), engine, "float32", NUM_BLOCKS)
 
     @torch.inference_mode()
     def reference(self, token_ids: Sequence[int]) -> Tensor:
@@ -68,14 +75,18 @@ class Pair:
 @torch.inference_mode()
 def run_step(runner: TorchRunner, *entries: tuple[Sequence[int], int, Sequence[int]]) -> list[Tensor]:
     batch = [BatchEntry(i, ids, start, table, True, GREEDY) for i, (ids, start, table) in enumerate(entries)]
-    step = lay_out(batch, runner.kv_cache.layout.block_size)
-    logits = runner.model.forward(step, runner.kv_cache.blocks)
+    step, logits = runner.compute(batch)
     return [logits[step.sampled_entries.index(i)] for i in range(len(batch))]
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(make_tiny_model(tmp_path_factory.mktemp("model"), **VARIANTS[request.param]))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    variant = dict(VARIANTS[request.param])
+    num_ranks = variant.pop("num_ranks", 1)
+    made = Pair(make_tiny_model(tmp_path_factory.mktemp("model"), **variant), num_ranks)
+    yield made
+    if made.ours.ranks is not None:
+        made.ours.ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +109,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 every_variant = pytest.mark.parametrize("pair", list(VARIANTS), indirect=True)
-both_architectures = pytest.mark.parametrize("pair", ["llama", "qwen3"], indirect=True)
+both_architectures = pytest.mark.parametrize("pair", ["llama", "qwen3", "llama of two ranks"], indirect=True)
 
 
 @every_variant

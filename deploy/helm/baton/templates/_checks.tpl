@@ -51,6 +51,13 @@
   {{- if gt (int $size.min) (int $size.max) -}}{{- $wrong = append $wrong (printf "pools.%s.replicas.min = %d is above pools.%s.replicas.max = %d" $name (int $size.min) $name (int $size.max)) -}}{{- end -}}
   {{- if or (lt (int $size.initial) (int $size.min)) (gt (int $size.initial) (int $size.max)) -}}{{- $wrong = append $wrong (printf "pools.%s.replicas.initial = %d is not between min = %d and max = %d" $name (int $size.initial) (int $size.min) (int $size.max)) -}}{{- end -}}
   {{- if ne (int $pool.gpu.count) (int $first.gpu.count) -}}{{- $wrong = append $wrong (printf "pools.%s.gpu.count = %d differs from pools.%s.gpu.count = %d: the GPU budget counts workers of one size" $name (int $pool.gpu.count) (first $names) (int $first.gpu.count)) -}}{{- end -}}
+  {{- $tensor := int $pool.parallelism.tensor -}}
+  {{- if ne $tensor (int $first.parallelism.tensor) -}}{{- $wrong = append $wrong (printf "pools.%s.parallelism.tensor = %d differs from pools.%s.parallelism.tensor = %d: workers that may take each other's role are cut alike" $name $tensor (first $names) (int $first.parallelism.tensor)) -}}{{- end -}}
+  {{- if gt $tensor 1 -}}
+    {{- if $.Values.emulation.gpu -}}{{- $wrong = append $wrong (printf "pools.%s.parallelism.tensor = %d: the emulated GPUs of a worker are emulation.tp" $name $tensor) -}}
+    {{- else if and $pool.gpu.count (ne $tensor (int $pool.gpu.count)) -}}{{- $wrong = append $wrong (printf "pools.%s.parallelism.tensor = %d, but gpu.count = %d: each rank has one GPU" $name $tensor (int $pool.gpu.count)) -}}{{- end -}}
+    {{- if eq $.Values.kv.mode "direct" -}}{{- $wrong = append $wrong (printf "pools.%s.parallelism.tensor = %d: ranks share their KV among themselves, not with peers, so kv.mode cannot be direct" $name $tensor) -}}{{- end -}}
+  {{- end -}}
   {{- if ne (pick $pool.rdma "hcas" "addrType" "require" | toJson) (pick $first.rdma "hcas" "addrType" "require" | toJson) -}}{{- $wrong = append $wrong (printf "pools.%s.rdma differs from pools.%s.rdma in hcas, addrType or require: all workers have one KV plane" $name (first $names)) -}}{{- end -}}
   {{- if and $pool.gpu.claimTemplate (eq (int $pool.gpu.count) 0) -}}{{- $wrong = append $wrong (printf "pools.%s.gpu.claimTemplate is set, but gpu.count is 0: say how many GPUs the claim holds" $name) -}}{{- end -}}
   {{- if and $pool.gpu.claimTemplate (not (semverCompare ">=1.32-0" $.Capabilities.KubeVersion.Version)) -}}{{- $wrong = append $wrong (printf "pools.%s.gpu.claimTemplate: Kubernetes %s has no claims of devices as this chart writes them, 1.32 has" $name $.Capabilities.KubeVersion.Version) -}}{{- end -}}

@@ -83,6 +83,7 @@ model:
   {{- include "baton.config.model" . | nindent 2 }}
 engine:
   {{- include "baton.snake" (omit .Values.engine "decodeKvCacheDtype") | indent 2 }}
+  tensor_parallel_size: {{ include "baton.ranksPerWorker" . }}
 kv:
   {{- include "baton.config.kv" . | nindent 2 }}
 router:
@@ -166,7 +167,7 @@ kubernetes:
 
 {{/* What a worker is made of: pods whose workers would be others are others. */}}
 {{- define "baton.config.worker" -}}
-{{- include "baton.config.model" . }}{{ include "baton.config.kv" . }}{{ toJson .Values.engine }}{{ toJson .Values.emulation }}{{ include "baton.config.tracing" . -}}
+{{- include "baton.config.model" . }}{{ include "baton.config.kv" . }}{{ toJson .Values.engine }}{{ include "baton.ranksPerWorker" . }}{{ toJson .Values.emulation }}{{ include "baton.config.tracing" . -}}
 {{- end }}
 
 {{- define "baton.config.kv" -}}
@@ -184,6 +185,13 @@ transfer_timeout_s: {{ .Values.kv.transferTimeoutSeconds }}
 {{- range $option, $value := .Values.kv.ucx }}{{ $_ := set $ucx $option (toString $value) }}{{ end }}
 {{- if ne $rdma.addrType "auto" }}{{ $_ := set $ucx "IB_ADDR_TYPE" $rdma.addrType }}{{ end }}
 ucx: {{ toJson $ucx }}
+{{- end }}
+
+{{/* Processes that compute one worker's model; all enabled pools agree (_checks.tpl). */}}
+{{- define "baton.ranksPerWorker" -}}
+{{- $size := 1 -}}
+{{- range $name := splitList "," (include "baton.pools" .) }}{{ $size = (get $.Values.pools $name).parallelism.tensor }}{{ end -}}
+{{- $size -}}
 {{- end }}
 
 {{/* GPUs that one worker takes; all enabled pools agree (_checks.tpl). */}}
