@@ -6,6 +6,7 @@ nothing runs behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
 from baton.memory import available_memory_bytes
 from baton.model_files import ModelFiles
+from engine.loading.weight_manifest import is_projection, weight_manifest
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
 from engine.models.attention import lay_out
@@ -83,7 +85,7 @@ def load_torch_runner(
             f"engine.kv_memory_bytes = {engine.kv_memory_bytes} holds no block ({layout.block_bytes} bytes each): raise it",
             field="engine.kv_memory_bytes",
         )
-    _check_memory(files, DTYPE_BYTES[dtype], num_blocks * layout.block_bytes)
+    _check_memory(files, dtype, num_blocks * layout.block_bytes)
     architecture = ARCHITECTURES[files.spec.architecture]
     if weights is None:
         weights = load_weights(files, architecture.tensor_shapes(files.spec), TORCH_DTYPES[dtype])
@@ -93,13 +95,18 @@ def load_torch_runner(
     return TorchRunner(model, TorchKVCache(layout, num_blocks, buffer), attention)
 
 
-def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int) -> None:
-    """Refuse before the kernel kills: weights and KV must fit what is free now."""
-    shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
-    num_weights = sum(torch.Size(shape).numel() for shape in shapes.values())
-    if files.spec.tie_embeddings:
-        num_weights += files.spec.vocab_size * files.spec.hidden_size  # a packed head of its own; see models/linear.py
-    weight_bytes = element_bytes * num_weights
+def _check_memory(files: ModelFiles, dtype: str, kv_bytes: int) -> None:
+    """Refuse before the kernel kills: weights, what laying them out takes beside them, and KV must fit what is free now."""
+    spec, element_bytes = files.spec, DTYPE_BYTES[dtype]
+    shapes = ARCHITECTURES[spec.architecture].tensor_shapes(spec)
+    weight_bytes = sum(place.nbytes for place in weight_manifest(shapes, dtype, spec.is_int8).places)
+    if spec.tie_embeddings:
+        weight_bytes += (
+            element_bytes * spec.vocab_size * spec.hidden_size
+        )  # a packed head of its own; see models/linear.py
+    widest = max(math.prod(shape) for name, shape in shapes.items() if is_projection(name))
+    # For a moment: one in fp32 as it is read, put in order, and divided by its scales; or gate and up fused, not packed yet
+    weight_bytes += widest * (3 * DTYPE_BYTES["float32"] if spec.is_int8 else 2 * element_bytes)
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

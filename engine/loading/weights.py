@@ -1,7 +1,8 @@
 """All tensors a model needs, each checked against the shape its spec implies.
 
 A tensor that is missing, misshapen or not expected (an unknown bias, say, which would be left out silently) is a ConfigError.
-Shapes are compared before a tensor is made, so a hostile file cannot ask for more memory than the spec does.
+Shapes are compared before a tensor is made, so a hostile file cannot ask for more memory than the spec does. Where the spec says
+int8, each matrix of a layer is rounded as it is read, so that one of them at a time is held as it was.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from baton.errors import ConfigError
 from baton.model_files import ModelFiles
 from engine.loading.gguf_weights import GGUFSource
 from engine.loading.safetensors_weights import SafetensorsSource
+from engine.loading.weight_manifest import SCALE, is_projection
+from engine.models.quantized_linear import quantise
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read the tensors named by `shapes`. Returns fresh tensors, owned by the caller. Raises: ConfigError."""
+    """Read the tensors named by `shapes`, with scales of those that are quantised. Returns fresh ones, owned by the caller.
+
+    Raises: ConfigError.
+    """
     kind = GGUFSource if files.kind == "gguf" else SafetensorsSource
     weights: dict[str, Tensor] = {}
     for path in files.weights:
@@ -34,11 +40,22 @@ def load_weights(files: ModelFiles, shapes: Shapes, dtype: torch.dtype) -> dict[
                 raise _unusable(path, f"tensor {name} is not part of a {files.spec.architecture} model like this one")
             if shape != shapes[name]:
                 raise _unusable(path, f"tensor {name} is {list(shape)}, the configuration says {list(shapes[name])}")
-            weights[name] = source.read(name).to(dtype)
+            if files.spec.is_int8 and is_projection(name):
+                weights[name], weights[name + SCALE] = _quantised(path, name, source.read(name))
+            else:
+                weights[name] = source.read(name).to(dtype)
     missing = sorted(shapes.keys() - weights.keys())
     if missing:
         raise _unusable(files.weights[0], f"tensor {missing[0]} is missing ({len(missing)} in all)")
     return weights
+
+
+def _quantised(path: Path, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """From what the file holds, so that the same values come out in every compute dtype."""
+    values, scales = quantise(weight)
+    if not scales.isfinite().all():
+        raise _unusable(path, f"tensor {name} holds numbers that are not finite: int8 cannot hold it")
+    return values, scales
 
 
 def _unusable(path: Path, why: str) -> ConfigError:
