@@ -170,7 +170,7 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("a name of other charts", {"replicaCount": 2}, "set router.replicas, or pools.<role>.replicas"),
         ("a secret in values", {"hfToken": {"value": "x"}}, "set hfToken.existingSecret"),
         ("what there is not", {"pools": {"prefill": {"parallelism": {"tp": 8}}}}, "no tensor parallelism yet"),
-        ("what the weights say", {"model": {"quantization": "fp8"}}, "reads it from the weights"),
+        ("a quantised checkpoint", {"model": {"quantization": "awq"}}, "auto or int8: quantised checkpoints"),
         ("a wrong type", {"pools": {"prefill": {"replicas": 2}}}, "want object"),
         ("a quantity", {"pools": {"prefill": {"memory": "64GB"}}}, "/pools/prefill/memory"),
         ("a key in values", {"tracing": {"headers": "x"}}, "set tracing.headersSecret"),
@@ -236,6 +236,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
     "a claim that nobody named": [
         ("no claim", {"model": {"source": "pvc"}}, "modelCache.pvc.existingClaim to the claim that holds the model"),
         ("no path", {}, "model.path is empty"),
+        ("weights that nobody loads", {"model": {"quantization": "int8"}, "emulation": {"gpu": "h100"}},
+         "emulated weights are never loaded"),
     ],
     "a head that is not named": [
         ("no address", {"ray": {"mode": "external"}}, "set ray.external.address and ray.external.tokenSecret"),
