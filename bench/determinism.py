@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from baton.config import EngineConfig
@@ -60,20 +60,15 @@ class Bench:
         return (time.thread_time() - started_s) / num_steps
 
 
-def measure(model: str, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """By what is measured, then by runner: tokens per second of every round."""
-    files = load_model_files(model)
+def engine_config(deterministic: bool = False) -> EngineConfig:
+    """One thread, and room for what is measured."""
     num_blocks = BATCHES[-1] * -(-(max(PREFILL_TOKENS, CONTEXT_TOKENS + BATCHES[-1] + NUM_STEPS) + 1) // 16)
-    benches = {
-        name: Bench(
-            load_torch_runner(
-                files,
-                EngineConfig(num_blocks=num_blocks, num_threads=1, deterministic=name == "deterministic"),
-                dtype,
-            )
-        )
-        for name in ("normal", "deterministic")
-    }
+    return EngineConfig(num_blocks=num_blocks, num_threads=1, deterministic=deterministic)
+
+
+def measure(runners: Mapping[str, TorchRunner], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By what is measured, then by runner: tokens per second of every round."""
+    benches = {name: Bench(runner) for name, runner in runners.items()}
     figures: dict[str, dict[str, list[float]]] = {}
     for round_ in range(rounds + 1):  # the first warms up
         for name, bench in benches.items() if round_ % 2 else reversed(benches.items()):
@@ -85,11 +80,12 @@ def measure(model: str, dtype: str, rounds: int) -> dict[str, dict[str, list[flo
 
 
 def table(figures: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown."""
-    lines = ["| tokens/s | normal | deterministic | ratio | n |", "|---|---|---|---|---|"]
+    """Markdown; ratios are of the second runner to the first one."""
+    first, second = next(iter(figures.values()))
+    lines = [f"| tokens/s | {first} | {second} | ratio | n |", "|---|---|---|---|---|"]
     for what, rates in figures.items():
-        ratios = [d / n for n, d in zip(rates["normal"], rates["deterministic"], strict=True)]
-        cells = [_spread(rates["normal"], 1), _spread(rates["deterministic"], 1), _spread(ratios, 2)]
+        ratios = [b / a for a, b in zip(rates[first], rates[second], strict=True)]
+        cells = [_spread(rates[first], 1), _spread(rates[second], 1), _spread(ratios, 2)]
         lines.append(f"| {what} | {' | '.join(cells)} | {len(ratios)} |")
     return "\n".join(lines)
 
@@ -106,7 +102,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    figures = measure(args.model, args.dtype, args.rounds)
+    files = load_model_files(args.model)
+    runners = {
+        name: load_torch_runner(files, engine_config(name == "deterministic"), args.dtype)
+        for name in ("normal", "deterministic")
+    }
+    figures = measure(runners, args.rounds)
     print(table(figures))
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))

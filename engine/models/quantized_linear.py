@@ -14,8 +14,9 @@ n = 1), in one run:
     tiles of 2 MiB (chosen)    27.6  59.9   119  1360     15.2  38.4  75.9   849
     the whole matrix at once   32.6  83.6   145  1281     14.4  40.7  77.9   787
 
-torch._weight_int8pack_mm takes fp32, but has no fast kernel for it: 105, 883 and 3,412 ms for 1, 8 and 32 rows where Linear took
-32.4, 52.5 and 113 (another run, n = 7). oneDNN's int8 products saturate in 16 bits on CPUs without VNNI.
+The larger the matrix, the more a few rows cost. torch._weight_int8pack_mm takes fp32, but has no fast kernel for it: 105, 883 and
+3,412 ms for 1, 8 and 32 rows where Linear took 32.4, 52.5 and 113 (another run, n = 7). oneDNN's int8 products
+(onednn.qlinear_pointwise) gave wrong sums here: without VNNI they saturate in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from engine.models.linear import Linear
 
 LEVELS = 127  # the greatest value; -128 is not used, so that signs are alike
 TILE_BYTES = 2 << 20  # of fp32 at a time; see above
+# But at least so many rows. Two matrices of 4096 x 14336 times 1, 32 and 128 rows: 27, 172 and 624 ms with tiles of 36 rows, 24, 142
+# and 430 with 128, 26, 147 and 412 with 256 (Linear: 28, 121 and 417; median of n = 5 in one run)
+TILE_ROWS = 128
 _TINY = torch.finfo(torch.float32).tiny  # a smaller scale is subnormal: dividing by it is inexact, by 0 infinite
 
 
@@ -63,7 +67,7 @@ class QuantizedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, in] to [T, out], computed in fp32, in x's dtype."""
         wide, (num_outputs, num_inputs) = x.float(), self.values.shape
-        step = min(num_outputs, max(1, TILE_BYTES // (num_inputs * wide.itemsize)))
+        step = min(num_outputs, max(TILE_ROWS, TILE_BYTES // (num_inputs * wide.itemsize)))
         tile = wide.new_empty(step, num_inputs)  # its memory is warm: one for all tiles
         y = wide.new_empty(len(x), num_outputs)
         for start in range(0, num_outputs, step):

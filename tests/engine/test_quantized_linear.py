@@ -55,10 +55,15 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(odd: float) -> None:
 
 @pytest.mark.parametrize("bias", [None, random(100, seed=3)], ids=["plain", "bias"])
 @pytest.mark.parametrize("rows", [0, 1, 3, 40])
-@pytest.mark.parametrize("tile_bytes", [1, 7 * 64 * 4, 2 << 20], ids=["row by row", "a rest of 2", "one tile"])
+@pytest.mark.parametrize(
+    ("tile_rows", "tile_bytes"),
+    [(1, 0), (7, 0), (1, 30 * 64 * 4), (128, 2 << 20)],
+    ids=["row by row", "a rest of 2", "a rest of 10", "one tile"],
+)
 def test_a_product_is_that_of_the_weight_it_stands_for(
-    monkeypatch: pytest.MonkeyPatch, tile_bytes: int, rows: int, bias: Tensor | None
+    monkeypatch: pytest.MonkeyPatch, tile_rows: int, tile_bytes: int, rows: int, bias: Tensor | None
 ) -> None:
+    monkeypatch.setattr(quantized_linear, "TILE_ROWS", tile_rows)
     monkeypatch.setattr(quantized_linear, "TILE_BYTES", tile_bytes)
     linear, x = QuantizedLinear(*quantise(random(100, 64)), bias), random(rows, 64, seed=1)
     torch.testing.assert_close(linear(x), F.linear(x, linear.dense(), bias), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,53 @@
+"""What int8 weights cost in time and save in memory: tokens per second of one engine with and without, in the same run.
+
+What is measured and how: bench/determinism.py. Bytes are those that the model holds, a tied head's packed copy among them.
+`python -m bench.int8 --model smollm2`: a process of its own, since it loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from baton.model_files import ModelFiles, load_model_files
+from bench.determinism import engine_config, measure, table
+from engine.models.linear import Linear
+from engine.torch_runner import TorchRunner, load_torch_runner
+
+
+def load(files: ModelFiles, quantization: str, dtype: str) -> TorchRunner:
+    quantized = replace(files, spec=files.spec.quantized(quantization))
+    return load_torch_runner(quantized, engine_config(), dtype)
+
+
+def weight_bytes(runner: TorchRunner) -> int:
+    pieces = [piece for _, piece in runner.model.held()]
+    if runner.model.spec.tie_embeddings:
+        pieces.append(runner.model.head)
+    tensors = [piece.dense() if isinstance(piece, Linear) else piece for piece in pieces]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.int8", description="The price of int8 weights.")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    files = load_model_files(args.model)
+    runners = {
+        name: load(files, quantization, args.dtype) for name, quantization in (("whole", "auto"), ("int8", "int8"))
+    }
+    for name, runner in runners.items():
+        print(f"{name}: {weight_bytes(runner):,} bytes of weights")
+    figures = measure(runners, args.rounds)
+    print(table(figures))
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
