@@ -31,8 +31,8 @@ from engine.models.linear import Linear
 
 LEVELS = 127  # the greatest value; -128 is not used, so that signs are alike
 TILE_BYTES = 2 << 20  # of fp32 at a time; see above
-# But at least so many rows. Two matrices of 4096 x 14336 times 1, 32 and 128 rows: 27, 172 and 624 ms with tiles of 36 rows, 24, 142
-# and 430 with 128, 26, 147 and 412 with 256 (Linear: 28, 121 and 417; median of n = 5 in one run)
+# But at least so many rows. Two matrices of 4096 x 14336 times 1, 32 and 128 rows: 27, 172 and 624 ms with tiles of 36 rows, 24,
+# 142 and 430 with 128, 26, 147 and 412 with 256 (Linear: 28, 121 and 417; median of n = 5 in one run)
 TILE_ROWS = 128
 _TINY = torch.finfo(torch.float32).tiny  # a smaller scale is subnormal: dividing by it is inexact, by 0 infinite
 
