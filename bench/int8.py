@@ -23,9 +23,10 @@ def load(files: ModelFiles, quantization: str, dtype: str) -> TorchRunner:
 
 
 def weight_bytes(runner: TorchRunner) -> int:
-    pieces = [piece for _, piece in runner.model.held()]
-    if runner.model.spec.tie_embeddings:
-        pieces.append(runner.model.head)
+    model = runner.model
+    pieces = [piece for _, piece in model.held()]
+    if model.spec.tie_embeddings and model.head.packed:
+        pieces.append(model.head)
     tensors = [piece.dense() if isinstance(piece, Linear) else piece for piece in pieces]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 

@@ -100,12 +100,10 @@ def _check_memory(files: ModelFiles, dtype: str, kv_bytes: int) -> None:
     spec, element_bytes = files.spec, DTYPE_BYTES[dtype]
     shapes = ARCHITECTURES[spec.architecture].tensor_shapes(spec)
     weight_bytes = sum(place.nbytes for place in weight_manifest(shapes, dtype, spec.is_int8).places)
-    if spec.tie_embeddings:
-        weight_bytes += (
-            element_bytes * spec.vocab_size * spec.hidden_size
-        )  # a packed head of its own; see models/linear.py
+    if spec.tie_embeddings:  # a packed head of its own; see models/linear.py
+        weight_bytes += element_bytes * spec.vocab_size * spec.hidden_size
+    # For a moment: one matrix in fp32 as it is read, put in order and divided by its scales; else gate and up once more, fused
     widest = max(math.prod(shape) for name, shape in shapes.items() if is_projection(name))
-    # For a moment: one in fp32 as it is read, put in order, and divided by its scales; or gate and up fused, not packed yet
     weight_bytes += widest * (3 * DTYPE_BYTES["float32"] if spec.is_int8 else 2 * element_bytes)
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
