@@ -4,7 +4,7 @@ A row of the weight, that is an output channel, is int8 values and one fp32 scal
 max|w[o]| / 127, symmetric, nearest, ties to even. So a weight is off by at most scale / 2. Only weights are rounded: a product
 turns the values back into fp32, a tile of rows at a time, multiplies in fp32, whatever dtype comes, and scales what comes out.
 
-On a CPU this saves memory, not time: turning values back costs about what reading a quarter of the bytes saves. Demo model's
+In fp32 this saves memory, not time: turning values back costs about what reading a quarter of the bytes saves. Demo model's
 layers (30 x 4 matrices) and 4 matrices of 4096 x 4096, one core of a CPU with AVX2, CPU ms per pass, median of n = 7 (512 rows:
 n = 1), in one run:
 
