@@ -12,11 +12,11 @@ n = 1), in one run:
     Linear, packed fp32        30.5  54.6   122  1391     16.3  29.5  68.5   884
     tiles of 1 MiB             29.2  58.9   118  1309     16.9  40.8  79.4   909
     tiles of 2 MiB (chosen)    27.6  59.9   119  1360     15.2  38.4  75.9   849
-    the whole matrix at once   32.6  83.6   145  1281     14.4  40.7  77.9   787
+    tiles of 8 MiB             32.6  83.6   145  1281     14.4  40.7  77.9   787
 
 The larger the matrix, the more a few rows cost. torch._weight_int8pack_mm takes fp32, but has no fast kernel for it: 105, 883 and
 3,412 ms for 1, 8 and 32 rows where Linear took 32.4, 52.5 and 113 (another run, n = 7). oneDNN's int8 products
-(onednn.qlinear_pointwise) gave wrong sums here: without VNNI they saturate in 16 bits.
+(onednn.qlinear_pointwise) gave wrong sums here, presumably since 16 bits saturate without VNNI.
 """
 
 from __future__ import annotations
