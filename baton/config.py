@@ -22,6 +22,8 @@ class ModelConfig:
     path: str = "smollm2"  # a name that `baton model fetch` knows, a Hugging Face directory, or a .gguf file
     served_name: str = ""  # "" = the model's own name
     dtype: str = "float32"  # compute dtype; fp32 is the fastest exact arithmetic on CPUs without AMX (DESIGN section 7)
+    # auto = weights as the files have them | int8 = those of the layers' matrices, rounded at loading (docs/quantization.md)
+    quantization: str = "auto"
     max_model_len: int = 0  # tokens; 0 = the model's own
     weights_from: str = "auto"  # auto = a live worker that has them, else the files | files (docs/weights.md)
 

@@ -91,6 +91,10 @@ _LIMITS: Mapping[str, Limit] = {
     "both": _WORKERS,
     "decode_kv_cache_dtype": Limit("auto = engine.kv_cache_dtype", choices=_KV_DTYPES),
     "model.dtype": Limit("the compute dtypes of the engine", choices=_DTYPES),
+    "model.quantization": Limit(
+        "auto = as the files have them, int8 = at loading; weights of other kinds come in GGUF files",
+        choices=("auto", "int8"),
+    ),
     "model.max_model_len": Limit("tokens; 0 = the model's own", 0),
     "model.weights_from": Limit("a live worker that has them, else the files", choices=("auto", "files")),
     "engine.block_size": Limit("tokens per block", 1, 256),

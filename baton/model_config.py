@@ -85,7 +85,12 @@ def spec_from_hf(
     fields.only("mlp_bias", False)
     fields.only("use_sliding_window", False)
     fields.only("partial_rotary_factor", 1.0)
-    fields.only("quantization_config")
+    if config.get("quantization_config") is not None:
+        raise fields.refuse(
+            "quantization_config",
+            "is not supported: quantised weights are read from GGUF files only; or take the model's unquantised files and"
+            " model.quantization = int8",
+        )
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
     vocab_size = fields.size("vocab_size")
     rope = _Fields({**config, **_mapping(fields, "rope_parameters")}, path)  # transformers 5 writes rope_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from baton.kv_layout import KVLayout
 
@@ -30,10 +30,24 @@ class ModelSpec:
     rope_scaling: str = ""  # canonical JSON of config.json's rope_scaling, "" = none
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    quantization: str = "none"  # of the stored weights, e.g. "Q4_1"; arithmetic is in the compute dtype
+    # Of the weights: as stored, e.g. "Q4_1", and at loading: "int8", "Q4_1+int8". Arithmetic is in the compute dtype
+    quantization: str = "none"
     weights_hash: str = ""  # sha256 of the weight files
     tokenizer_hash: str = ""  # sha256 of tokenizer.json, or of the head of a GGUF file
     numerics: str = ""  # of a deterministic worker: a digest of what it computes; "" = numbers vary with the batch
+
+    def quantized(self, at_loading: str) -> ModelSpec:
+        """What this model is once its weights are loaded; `at_loading`: ModelConfig.quantization."""
+        if at_loading == "auto":
+            return self
+        return replace(
+            self, quantization=at_loading if self.quantization == "none" else f"{self.quantization}+{at_loading}"
+        )
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the weights are rounded to int8 at loading, whatever the files have."""
+        return self.quantization.rpartition("+")[2] == "int8"
 
     @property
     def rope(self) -> str:

@@ -94,10 +94,10 @@ def check_context(config: ClusterConfig, spec: ModelSpec) -> None:
 def check_memory(config: ClusterConfig, spec: ModelSpec, available: int) -> None:
     """Raises: ConfigError: weights and KV of all workers do not fit into `available` bytes."""
     num_workers = config.prefill + config.decode + config.both
-    weights, element_bytes = 0, DTYPE_BYTES[config.model.dtype]
+    weights = 0
     if not config.emulation.gpu:
-        weights = num_parameters(spec) * element_bytes
-        weights += more_bytes(spec, config.engine.tensor_parallel_size, element_bytes)
+        weights = weight_bytes(spec.quantized(config.model.quantization), config.model.dtype)
+        weights += more_bytes(spec, config.engine.tensor_parallel_size, DTYPE_BYTES[config.model.dtype])
     pools = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
     kv = sum(size * _kv_bytes(config, role, spec) for role, size in pools)
     need = _CLUSTER_BYTES + config.router.processes * _ROUTER_BYTES + num_workers * (_WORKER_BYTES + weights) + kv
@@ -124,9 +124,22 @@ def check_shared_memory(config: ClusterConfig, free: int) -> None:
 
 def num_parameters(spec: ModelSpec) -> int:
     """Weights of a decoder-only transformer with gated FFN: embeddings, then per layer q, k, v, o and three FFN matrices."""
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    return _num_embeddings(spec) + _num_projections(spec)
+
+
+def weight_bytes(spec: ModelSpec, dtype: str) -> int:
+    """What they take in memory; where a layer's matrices are int8, their scales, one in a few hundred bytes, are left out."""
+    element_bytes = DTYPE_BYTES[dtype]
+    return _num_embeddings(spec) * element_bytes + _num_projections(spec) * (1 if spec.is_int8 else element_bytes)
+
+
+def _num_embeddings(spec: ModelSpec) -> int:
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+
+
+def _num_projections(spec: ModelSpec) -> int:
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    return embeddings + spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
 
 
 def _kv_bytes(config: ClusterConfig, role: str, spec: ModelSpec) -> int:

@@ -76,6 +76,11 @@ def _check(config: ClusterConfig) -> None:
             "emulated KV is never converted: set emulation.kv_dtype (--emulate-kv-dtype) instead of a KV cache dtype",
             field="engine.kv_cache_dtype",
         )
+    if config.model.quantization != "auto":
+        raise ConfigError(
+            "emulated weights are never loaded: set emulation.weight_dtype (--emulate-dtype) instead of model.quantization",
+            field="model.quantization",
+        )
     if config.kv.require_rdma:
         raise ConfigError("kv.require_rdma is set, but an emulated network has no RDMA", field="kv.require_rdma")
     if config.kv.mode == "direct":

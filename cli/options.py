@@ -26,6 +26,7 @@ FLAGS = (
     Flag("--decode", "decode", int, "decode workers"),
     Flag("--model", "model.path", str, "a known name, a Hugging Face directory or a .gguf file"),
     Flag("--dtype", "model.dtype", str, "compute dtype"),
+    Flag("--quantization", "model.quantization", str, "auto = weights as in the files; int8 = 8 bits, at loading"),
     Flag("--max-model-len", "model.max_model_len", int, "tokens of prompt and answer; 0 = the model's own"),
     Flag("--http-port", "router.http_port", int, "OpenAI HTTP API"),
     Flag("--grpc-port", "router.grpc_port", int, "gRPC API"),

@@ -6,6 +6,7 @@ nothing runs behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
 from baton.memory import available_memory_bytes
 from baton.model_files import ModelFiles
+from engine.loading.weight_manifest import is_projection, weight_manifest
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
 from engine.models.attention import StepTensors, lay_out
@@ -112,7 +114,7 @@ def load_torch_runner(
             field="engine.kv_memory_bytes",
         )
     kv_bytes = num_blocks * layout.block_bytes
-    _check_memory(files, DTYPE_BYTES[dtype], kv_bytes, size)
+    _check_memory(files, dtype, kv_bytes, size)
     if size == 1:
         buffer = None if allocate is None else allocate(kv_bytes)
         return load_rank(files, engine, dtype, num_blocks, buffer, weights=weights).runner()
@@ -166,13 +168,18 @@ def load_rank(
     return LoadedRank(model, TorchKVCache(layout, num_blocks, buffer, shard), attention)
 
 
-def _check_memory(files: ModelFiles, element_bytes: int, kv_bytes: int, num_ranks: int) -> None:
-    """Refuse before the kernel kills: weights and KV must fit what is free now."""
-    shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
-    num_weights = sum(torch.Size(shape).numel() for shape in shapes.values())
-    if files.spec.tie_embeddings:
-        num_weights += files.spec.vocab_size * files.spec.hidden_size  # a packed head of its own; see models/linear.py
-    weight_bytes = element_bytes * num_weights + more_bytes(files.spec, num_ranks, element_bytes)
+def _check_memory(files: ModelFiles, dtype: str, kv_bytes: int, num_ranks: int) -> None:
+    """Refuse before the kernel kills: weights, what laying them out takes beside them, and KV must fit what is free now."""
+    spec, element_bytes = files.spec, DTYPE_BYTES[dtype]
+    shapes = ARCHITECTURES[spec.architecture].tensor_shapes(spec)
+    weight_bytes = sum(place.nbytes for place in weight_manifest(shapes, dtype, spec.is_int8).places)
+    if spec.tie_embeddings:  # a packed head of its own; see models/linear.py
+        weight_bytes += element_bytes * spec.vocab_size * spec.hidden_size
+    weight_bytes += more_bytes(spec, num_ranks, element_bytes)
+    # For a moment, in each rank: one matrix in fp32 as it is read, put in order and divided by its scales; else gate and up once
+    # more, fused. A rank reads each tensor whole before it takes its part.
+    widest = max(math.prod(shape) for name, shape in shapes.items() if is_projection(name) or num_ranks > 1)
+    weight_bytes += num_ranks * widest * (3 * DTYPE_BYTES["float32"] if spec.is_int8 else 2 * element_bytes)
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

@@ -85,18 +85,21 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
     path, dtype = config.model.path, config.model.dtype
 
     def manifest_of(spec: ModelSpec) -> WeightManifest:
-        return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype)
+        return weight_manifest(ARCHITECTURES[spec.architecture].tensor_shapes(spec), dtype, spec.is_int8)
+
+    def quantized(files: ModelFiles) -> ModelFiles:
+        return replace(files, spec=files.spec.quantized(config.model.quantization))
 
     files, weights = None, None
     is_whole = config.engine.tensor_parallel_size == 1  # else each rank reads its share, and nobody has all to lend
     if is_whole and borrow is not None and config.model.weights_from == "auto":
-        described = describe_model(path)
+        described = quantized(describe_model(path))
         manifest = manifest_of(described.spec)
         buffer = _borrowed(config, borrow, described, manifest) if described.spec.weights_hash else None
         if buffer is not None:
             files, weights = described, tensors_of(manifest, buffer)
     if files is None:
-        files = load_model_files(path)
+        files = quantized(load_model_files(path))
     weights_from = FROM_FILES if weights is None else FROM_PEER
     runner = load_torch_runner(files, config.engine, dtype, allocate=allocate, weights=weights)
     weights_s = clock.now_s() - started_s

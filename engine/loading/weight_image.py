@@ -1,8 +1,8 @@
 """A running model's weights as the bytes of its manifest, and tensors made of such bytes again. Exact to the bit.
 
 The model keeps its matrices fused, and on a CPU packed (models/linear.py), so that the bytes are made when they are read; the
-one matrix that was read last is kept unpacked, since its other pages come next. `WeightImage.read` runs on the KV thread, beside
-the engine's: weights never change.
+one matrix that was read last is kept unpacked, since its other pages come next. Quantised ones go as they are, values and
+scales: nobody rounds them again. `WeightImage.read` runs on the KV thread, beside the engine's: weights never change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from engine.loading.weight_manifest import TensorPlace, WeightManifest
 from engine.models.linear import Linear
 from engine.models.llama import Llama
 from engine.torch_kv_cache import TORCH_DTYPES
+
+_DTYPES = {**TORCH_DTYPES, "int8": torch.int8}
 
 
 class WeightImage:
@@ -70,8 +72,8 @@ def weight_buffer(nbytes: int) -> mmap.mmap:
 def tensors_of(manifest: WeightManifest, buffer: mmap.mmap) -> dict[str, Tensor]:
     """The tensors of an image by name: views, but for those that a model keeps as they come, lest they keep all of `buffer`."""
     tensors: dict[str, Tensor] = {}
-    dtype = TORCH_DTYPES[manifest.dtype]
     for place in manifest.places:
+        dtype = _DTYPES[place.dtype]
         count = place.nbytes // dtype.itemsize
         view = torch.frombuffer(buffer, dtype=dtype, count=count, offset=place.offset).view(place.shape)
         is_fused = place.name.startswith("model.layers.") and len(place.shape) > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,22 +17,28 @@ ROW_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256,
 
 
 class FixedLinear(Linear):
-    """A Linear whose rows do not depend on their number."""
+    """A Linear, of any kind, whose rows do not depend on their number."""
 
     def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
-        self.packed, self.weight, self.bias = linear.packed, linear.weight, linear.bias
+        self._linear, self.bias = linear, linear.bias
         self._sizes = sizes
+
+    def parts(self) -> Iterator[tuple[str, Linear | Tensor]]:
+        return self._linear.parts()
+
+    def dense(self) -> Tensor:
+        return self._linear.dense()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, in] to [T, out]."""
         if len(x) in self._sizes or not len(x):
-            return super().__call__(x)
+            return self._linear(x)
         parts = torch.split(x, self._sizes[-1])
         return torch.cat([self._padded(part) for part in parts]) if len(parts) > 1 else self._padded(x)
 
     def _padded(self, x: Tensor) -> Tensor:
         lacking = size_for(self._sizes, len(x)) - len(x)
-        return super().__call__(F.pad(x, (0, 0, 0, lacking)))[: len(x)]
+        return self._linear(F.pad(x, (0, 0, 0, lacking)))[: len(x)]
 
 
 def row_sizes(linear: Linear, num_inputs: int, candidates: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:

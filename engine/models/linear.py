@@ -8,6 +8,8 @@ emits; torch is pinned to a minor version and a test compares them with F.linear
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,12 @@ class Linear:
         self.packed = weight.dtype == torch.float32 and weight.is_cpu and torch._C._has_mkldnn
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
+
+    def parts(self) -> Iterator[tuple[str, Linear | Tensor]]:
+        """Yield what it was made of, each as the name of its tensor ends, and whole by rows; a Linear stands for `dense`."""
+        yield "weight", self
+        if self.bias is not None:
+            yield "bias", self.bias
 
     def dense(self) -> Tensor:
         """The weight [out, in] as it was given; a copy where it is packed."""

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.model_spec import ModelSpec
+from engine.loading.weight_manifest import SCALE
 from engine.models.attention import StepTensors, attend
 from engine.models.linear import Linear
+from engine.models.quantized_linear import QuantizedLinear
 from engine.models.rope import Rope, rotate
 from engine.tensor_parallel.exchange import Exchange, NoExchange
 from engine.tensor_parallel.shard import ALONE, Shard
@@ -103,9 +105,8 @@ class Llama:
             (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up),
             (("mlp.down_proj",), layer.down),
         ):
-            yield tuple(f"{name}.weight" for name in names), linear
-            if linear.bias is not None:
-                yield tuple(f"{name}.bias" for name in names), linear.bias
+            for part, piece in linear.parts():
+                yield tuple(f"{name}.{part}" for name in names), piece
 
     def forward(self, step: StepTensors, kv: Tensor) -> Tensor:
         """Compute a step: fill its slots in kv [L, 2, N, S, K, E] and return the sampled rows' logits [R, V] in fp32."""
@@ -136,14 +137,21 @@ class Llama:
         def bias(*names: str) -> Tensor | None:
             return torch.cat([weights.pop(f"{prefix}{n}.bias") for n in names]) if self.spec.attention_bias else None
 
+        def linear(*names: str, bias: Tensor | None = None) -> Linear:
+            weight = take(*names)
+            if weight.dtype != torch.int8:
+                return Linear(weight, bias)
+            scales = [weights.pop(f"{prefix}{name}.weight{SCALE}") for name in names]
+            return QuantizedLinear(weight, torch.cat(scales), bias)
+
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         return Layer(
             input_norm=take("input_layernorm"),
-            qkv=Linear(take(*qkv), bias(*qkv)),
-            output=Linear(take("self_attn.o_proj"), bias("self_attn.o_proj")),
+            qkv=linear(*qkv, bias=bias(*qkv)),
+            output=linear("self_attn.o_proj", bias=bias("self_attn.o_proj")),
             post_norm=take("post_attention_layernorm"),
-            gate_up=Linear(take("mlp.gate_proj", "mlp.up_proj")),
-            down=Linear(take("mlp.down_proj")),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
         )
 
 

@@ -1,7 +1,7 @@
 """Which part of a model one rank computes. Pure but for slices of tensors.
 
     q, k, v, gate, up    rows, so whole heads      (no words between ranks until the next line)
-    o, down              columns: each rank's product is a summand of the layer's output
+    o, down              columns: each rank's product is a summand of the layer's output; scales of int8 rows are whole
     head                 rows of the vocabulary, filled up with zeros to the same number on every rank
     embeddings, norms    whole on every rank
 
@@ -23,7 +23,7 @@ _SUMMED_BIAS = "self_attn.o_proj.bias"
 _BY_ROWS = tuple(
     f"{name}_proj.{kind}"
     for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-    for kind in ("weight", "bias")
+    for kind in ("weight", "weight_scale", "bias")
 )
 
 

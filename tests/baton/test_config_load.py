@@ -51,6 +51,7 @@ def test_the_router_serves_the_cluster_s_model() -> None:
         ({"BATON__ROUTER": "x"}, ["router", "section"]),
         ({"BATON__PREFILL": "0"}, ["prefill = 0", "--colocated"]),
         ({"BATON__ENGINE__KV_MEMORY_BYTES": "5"}, ["engine.kv_memory_bytes", "at least 1048576"]),
+        ({"BATON__MODEL__QUANTIZATION": "awq"}, ["model.quantization", "'awq'", "auto, int8", "GGUF"]),
         ({"BATON__ENGINE__KV_CACHE_DTYPE": "float8_e5m2"}, ["float8_e5m2", "float16, float8_e4m3, fp8"]),
         ({"BATON__ENGINE__TENSOR_PARALLEL_SIZE": "0"}, ["engine.tensor_parallel_size", "1"]),
         (

@@ -33,7 +33,8 @@ class Leaf:
     @property
     def choices(self) -> tuple[object, ...]:
         """All it may be, where that is a list."""
-        return (False, True) if self.schema.get("type") == "boolean" else tuple(self.schema.get("enum", ()))
+        listed = self.schema.get("if", self.schema)  # else says why nothing else goes
+        return (False, True) if self.schema.get("type") == "boolean" else tuple(listed.get("enum", ()))
 
     def telling(self, number: int) -> object | None:
         """A value in which `number` can be found again; None: it may be none such."""

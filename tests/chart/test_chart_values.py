@@ -172,7 +172,7 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
         ("a secret in values", {"hfToken": {"value": "x"}}, "set hfToken.existingSecret"),
         ("what there is not", {"pools": {"prefill": {"parallelism": {"pipeline": 2}}}}, "there is only `tensor`"),
         ("another name for it", {"pools": {"decode": {"parallelism": {"tp": 2}}}}, "one of 'tensor', 'pipeline'"),
-        ("what the weights say", {"model": {"quantization": "fp8"}}, "reads it from the weights"),
+        ("a quantised checkpoint", {"model": {"quantization": "awq"}}, "auto or int8: quantised checkpoints"),
         ("a wrong type", {"pools": {"prefill": {"replicas": 2}}}, "want object"),
         ("a quantity", {"pools": {"prefill": {"memory": "64GB"}}}, "/pools/prefill/memory"),
         ("a key in values", {"tracing": {"headers": "x"}}, "set tracing.headersSecret"),
@@ -243,6 +243,8 @@ REFUSED: dict[str, list[tuple[str, Values, str]]] = {
     "a claim that nobody named": [
         ("no claim", {"model": {"source": "pvc"}}, "modelCache.pvc.existingClaim to the claim that holds the model"),
         ("no path", {}, "model.path is empty"),
+        ("weights that nobody loads", {"model": {"quantization": "int8"}, "emulation": {"gpu": "h100"}},
+         "emulated weights are never loaded"),
     ],
     "a head that is not named": [
         ("no address", {"ray": {"mode": "external"}}, "set ray.external.address and ray.external.tokenSecret"),

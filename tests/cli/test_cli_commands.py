@@ -19,7 +19,15 @@ from baton.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from baton.model_spec import ModelSpec
 from baton.v1 import serving_pb2
 from cli.chat import stream_chat
-from cli.checks import check_all, check_context, check_memory, check_port, check_shared_memory, num_parameters
+from cli.checks import (
+    check_all,
+    check_context,
+    check_memory,
+    check_port,
+    check_shared_memory,
+    num_parameters,
+    weight_bytes,
+)
 from cli.cluster import Cluster
 from cli.main import main
 from cli.processes import spawn
@@ -85,6 +93,27 @@ def test_a_missing_model_is_one_line_that_says_how_to_get_it(
 
 def test_the_demo_model_has_the_parameters_of_its_name() -> None:
     assert num_parameters(SMOLLM2) == pytest.approx(134.5e6, rel=0.01)
+
+
+def test_int8_weights_need_less_memory_to_start() -> None:
+    spec = SMOLLM2.quantized("int8")
+    embeddings = spec.vocab_size * spec.hidden_size
+    projections = num_parameters(spec) - embeddings
+    assert weight_bytes(SMOLLM2, "float32") == 4 * num_parameters(spec)
+    assert weight_bytes(spec, "float32") == 4 * embeddings + projections
+    saved = 2 * 3 * projections  # of two workers
+    least = next(size for size in range(1 << 30, 16 << 30, 1 << 20) if fits(ClusterConfig(), size))
+    config = ClusterConfig(model=ModelConfig(quantization="int8"))
+    assert fits(config, least - saved + (1 << 20))
+    assert not fits(config, least - saved - (1 << 20))
+
+
+def fits(config: ClusterConfig, available: int) -> bool:
+    try:
+        check_memory(config, SMOLLM2, available)
+    except ConfigError:
+        return False
+    return True
 
 
 def test_more_context_than_the_model_has_is_refused_not_cut() -> None:

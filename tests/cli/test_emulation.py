@@ -100,6 +100,7 @@ def test_a_model_that_does_not_fit_is_answered_with_the_bytes() -> None:
         (("--time-scale", "nan"), "emulation.time_scale"),
         (("--emulate-dtype", "fp3"), "emulation.weight_dtype"),
         (("--num-blocks", "1000000"), "engine.num_blocks"),
+        (("--quantization", "int8"), "model.quantization"),
         (("--kv-cache-dtype", "fp8"), "engine.kv_cache_dtype"),
         (("--decode-kv-cache-dtype", "fp8"), "engine.kv_cache_dtype"),
     ],

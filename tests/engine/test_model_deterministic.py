@@ -25,10 +25,11 @@ BLOCK = 16
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 LENGTHS = (1, 3, 15, 16, 17, 64, 130, 200, 400, 513, 600)  # block, tile and split edges
 CASES = {  # heads per KV head 2, 3 and 5; a model whose down projection splits its columns; what KV is stored as
-    "fp32": ({"architecture": "llama", "ffn_size": 1536}, "float32", "auto"),
-    "qwen3": ({"architecture": "qwen3", "num_heads": 6, "head_dim": 32}, "float32", "auto"),
-    "bf16": ({"architecture": "llama", "num_heads": 5, "num_kv_heads": 1}, "bfloat16", "auto"),
-    "fp8": ({"architecture": "llama"}, "float32", "fp8"),
+    "fp32": ({"architecture": "llama", "ffn_size": 1536}, "float32", "auto", "auto"),
+    "qwen3": ({"architecture": "qwen3", "num_heads": 6, "head_dim": 32}, "float32", "auto", "auto"),
+    "bf16": ({"architecture": "llama", "num_heads": 5, "num_kv_heads": 1}, "bfloat16", "auto", "auto"),
+    "fp8": ({"architecture": "llama"}, "float32", "fp8", "auto"),
+    "int8": ({"architecture": "llama", "ffn_size": 1536}, "float32", "auto", "int8"),
 }
 Edges = Callable[[int], list[int]]
 Logits = dict[tuple[int, int], Tensor]  # by text and number of tokens before
@@ -84,21 +85,31 @@ class Texts:
         return {(e.seq, e.start + len(e.token_ids)): row.clone() for e, row in zip(entries, rows, strict=True)}
 
 
-def load(path: Path, dtype: str, kv_dtype: str, *, num_threads: int = 1, deterministic: bool = True) -> TorchRunner:
+def load(
+    path: Path,
+    dtype: str,
+    kv_dtype: str,
+    quantization: str = "auto",
+    *,
+    num_threads: int = 1,
+    deterministic: bool = True,
+) -> TorchRunner:
     engine = EngineConfig(
         num_blocks=160, block_size=BLOCK, num_threads=num_threads, kv_cache_dtype=kv_dtype, deterministic=deterministic
     )
-    return load_torch_runner(load_model_files(str(path)), engine, dtype)
+    files = load_model_files(str(path))
+    files = dataclasses.replace(files, spec=files.spec.quantized(quantization))
+    return load_torch_runner(files, engine, dtype)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    shape, dtype, kv_dtype = CASES[request.param]
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", **shape), dtype, kv_dtype  # type: ignore[arg-type]
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, str]:
+    shape, *kinds = CASES[request.param]
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", **shape), *kinds  # type: ignore[arg-type,return-value]
 
 
 @pytest.fixture(scope="module")
-def reference(case: tuple[Path, str, str]) -> Iterator[tuple[Texts, Logits]]:
+def reference(case: tuple[Path, str, str, str]) -> Iterator[tuple[Texts, Logits]]:
     """Each text alone, in small steps."""
     before = torch.get_num_threads()
     texts = Texts(load(*case))
@@ -116,7 +127,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_any_chunks(reference: tuple[T
 
 
 def test_another_number_of_threads_gives_the_same_bits(
-    case: tuple[Path, str, str], reference: tuple[Texts, Logits]
+    case: tuple[Path, str, str, str], reference: tuple[Texts, Logits]
 ) -> None:
     texts = Texts(load(*case, num_threads=2))
     got = texts.compute(*VARIANTS["chunks of 64, eight at once"])
@@ -148,7 +159,7 @@ def test_without_it_the_same_variants_give_other_bits(tmp_path: Path) -> None:
     assert any(not torch.equal(got[key], alone[key]) for key in got.keys() & alone.keys())
 
 
-def test_what_it_computes_is_part_of_the_models_fingerprint(case: tuple[Path, str, str]) -> None:
+def test_what_it_computes_is_part_of_the_models_fingerprint(case: tuple[Path, str, str, str]) -> None:
     runner, spec = load(*case), load_model_files(str(case[0])).spec
     assert len(runner.numerics) == 16
     assert load(*case, deterministic=False).numerics == ""

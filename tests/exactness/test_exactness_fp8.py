@@ -8,8 +8,6 @@ P fp8  -> D fp32  is refused by name
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,18 +16,12 @@ import pytest
 from baton.config import EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
 from baton.kv_layout import KVLayout
 from baton.model_files import load_model_files
-from baton.request import Request, SamplingParams
-from baton.v1 import worker_pb2
 from kv_transfer.kv_views import Fp8Export
 from tests.engine.fp8_scoring import Scorer
-from tests.tiny_models import VOCAB_SIZE, make_tiny_model
-from tests.worker.session_client import SessionClient
+from tests.exactness.pair_calls import NUM_TOKENS, PROMPTS, Calls
+from tests.tiny_models import make_tiny_model
 from worker.server import WorkerServer
 
-NUM_TOKENS = 24
-LENGTHS = (1, 15, 16, 17, 33, 64, 200)
-PROMPTS = [[(31 * i * i + 7 * i + n) % (VOCAB_SIZE - 10) + 5 for i in range(n)] for n in LENGTHS]
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 WORKERS = {  # role and KV dtype
     "prefill-32": ("prefill", "float32"),
     "prefill-8": ("prefill", "fp8"),
@@ -37,8 +29,6 @@ WORKERS = {  # role and KV dtype
     "decode-32": ("decode", "float32"),
     "both-8": ("both", "fp8"),
 }
-EPOCH = 0xF8
-_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -61,45 +51,6 @@ def workers(model_dir: Path) -> Iterator[dict[str, WorkerServer]]:
     finally:
         for worker in started.values():
             worker.stop()
-
-
-class Calls:
-    """A session to each worker, and calls one at a time."""
-
-    def __init__(self, workers: dict[str, WorkerServer]) -> None:
-        self._workers = workers
-        self._stack = contextlib.AsyncExitStack()
-        self.sessions: dict[str, SessionClient] = {}
-
-    async def __aenter__(self) -> Calls:
-        for name, worker in self._workers.items():
-            session = SessionClient(worker.address, EPOCH)
-            self.sessions[name] = await self._stack.enter_async_context(session)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def submit(self, first: str, last: str, prompt: list[int]) -> int:
-        """Prefill at `first`, decode at `last`; returns the seq once `first` is done with it."""
-        seq = EPOCH << 32 | next(_numbers)
-        target = self._workers[last]
-        peer = worker_pb2.Peer(worker_id=last, epoch=target.epoch, address=target.address)
-        session = self.sessions[first]
-        session.submit(Request(seq, tuple(prompt), GREEDY), peer if first != last else None)
-        await session.until(lambda: seq in session.ended or seq in session.refused)
-        return seq
-
-    async def answer(self, first: str, last: str, prompt: list[int]) -> tuple[list[int], worker_pb2.SeqStats]:
-        """All tokens, and what `first` says of the transfer."""
-        seq = await self.submit(first, last, prompt)
-        start, end = self.sessions[first], self.sessions[last]
-        assert seq in start.ended, start.refused
-        assert start.ended[seq].outcome != worker_pb2.OUTCOME_FAILED, start.ended[seq].error
-        await end.until(lambda: seq in end.ended)
-        tokens = start.tokens[seq] | end.tokens[seq]
-        assert sorted(tokens) == list(range(NUM_TOKENS))
-        return [tokens[i] for i in range(NUM_TOKENS)], start.ended[seq].stats
 
 
 @pytest.fixture

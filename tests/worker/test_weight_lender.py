@@ -171,6 +171,14 @@ def test_a_size_that_does_not_follow_from_the_shapes_is_refused() -> None:
     assert refusal.field == "weights.b"
 
 
+def test_weights_that_one_of_them_rounds_at_loading_are_refused_by_that_name() -> None:
+    mine = weight_hello(config("new"), SPEC, MANIFEST, 1, b"x")
+    theirs = weight_hello(config("lender"), SPEC.quantized("int8"), MANIFEST, 2, b"y")
+    refusal = check_weight_hello(mine, theirs, opener=True)
+    assert refusal is not None
+    assert refusal.field == "quantization"
+
+
 def test_numerics_of_a_machine_are_no_part_of_the_weights() -> None:
     mine = weight_hello(config("new"), SPEC, MANIFEST, 1, b"x")
     other = dataclasses.replace(SPEC, numerics="0123456789abcdef")

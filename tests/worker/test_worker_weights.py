@@ -17,6 +17,8 @@ from baton.config import EngineConfig, KVTransferConfig, ModelConfig, WorkerConf
 from baton.keepalive import SERVER_OPTIONS
 from baton.model_files import load_model_files
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from engine.loading.weight_manifest import weight_manifest
+from engine.models.architecture import ARCHITECTURES
 from tests.integration.fleet_rig import WorkerProcess, stopping
 from tests.silent_control import SilentControl
 from tests.tiny_models import make_tiny_model
@@ -65,13 +67,19 @@ async def controller() -> AsyncIterator[ControlStub]:
 
 @asynccontextmanager
 async def running(
-    worker_id: str, model: Path, control: ControlStub, folder: Path, module: str = "worker.main", **kv: object
+    worker_id: str,
+    model: Path,
+    control: ControlStub,
+    folder: Path,
+    module: str = "worker.main",
+    quantization: str = "auto",
+    **kv: object,
 ) -> AsyncIterator[WorkerProcess]:
     """One that has announced itself."""
     config = WorkerConfig(
         worker_id,
         control_address=control.address,
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), quantization=quantization),
         engine=EngineConfig(num_blocks=256, num_threads=1),
         kv=KVTransferConfig(frame_bytes=FRAME_BYTES, num_slots=2, **kv),  # type: ignore[arg-type]
     )
@@ -166,6 +174,25 @@ async def test_a_worker_without_weight_files_starts_with_those_of_a_streaming_pe
                 assert await answer_of(stranger) != await answer_of(first)
             await router.until(lambda: router.load.num_leases == router.load.slots_in_use == 0)
             assert router.load.kv_transfers_failed == 0
+
+
+async def test_int8_weights_are_lent_as_they_are_and_only_to_who_wants_them_so(model: Path, tmp_path: Path) -> None:
+    async with controller() as control, running("first", model, control, tmp_path, quantization="int8") as first:
+        small = without_weights(model, tmp_path / "small")
+        async with running("second", small, control, tmp_path, quantization="int8") as second:
+            assert control.records["second"].weights_from == "peer"
+            assert control.records["second"].fingerprint == control.records["first"].fingerprint
+            (borrowed,) = events(tmp_path, "second", "weights_borrowed")
+            assert await answer_of(second) == await answer_of(first)
+        del control.records["second"]
+        async with running("whole", model, control, tmp_path) as whole:
+            (said,) = events(tmp_path, "whole", "weights_not_borrowed")
+            assert "quantization does not fit" in str(said["reason"])
+            assert control.records["whole"].weights_from == "files"
+            assert len(await answer_of(whole)) == NUM_TOKENS
+        files = load_model_files(str(model))
+        shapes = ARCHITECTURES[files.spec.architecture].tensor_shapes(files.spec)
+        assert borrowed["nbytes"] == weight_manifest(shapes, "float32", is_int8=True).nbytes
 
 
 async def test_a_lender_that_dies_in_the_middle_leaves_the_files(model: Path, tmp_path: Path) -> None:

@@ -26,6 +26,9 @@
 {{- if and (eq $cache.type "pvc") (not $cache.prefetch.enabled) (not $cache.pvc.existingClaim) (ne $model.source "pvc") -}}
   {{- $wrong = append $wrong "modelCache.prefetch.enabled is false, so nobody fills the claim that this chart makes: name one that is filled in modelCache.pvc.existingClaim" -}}
 {{- end -}}
+{{- if and .Values.emulation.gpu (ne $model.quantization "auto") -}}
+  {{- $wrong = append $wrong (printf "model.quantization is %s, but emulation.gpu is set: emulated weights are never loaded, leave it at auto" $model.quantization) -}}
+{{- end -}}
 {{- if and (gt (int .Values.engine.chunkTokens) (int .Values.engine.maxNumBatchedTokens)) -}}
   {{- $wrong = append $wrong (printf "engine.chunkTokens = %d is above engine.maxNumBatchedTokens = %d: a chunk has to fit in a step" (int .Values.engine.chunkTokens) (int .Values.engine.maxNumBatchedTokens)) -}}
 {{- end -}}

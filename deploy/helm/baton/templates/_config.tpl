@@ -15,6 +15,7 @@ path: {{ include "baton.modelPath" . | quote }}
 {{- define "baton.config.modelSettings" }}
 served_name: {{ default .Values.model.id .Values.model.servedName | quote }}
 dtype: {{ .Values.model.dtype }}
+quantization: {{ .Values.model.quantization }}
 max_model_len: {{ .Values.model.maxModelLen }}
 weights_from: {{ .Values.model.weightsFrom }}
 {{- end }}
