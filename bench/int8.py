@@ -1,6 +1,7 @@
 """What int8 weights cost in time and save in memory: tokens per second of one engine with and without, in the same run.
 
-What is measured and how: bench/step_rates.py, in CPU time of the one thread. Bytes are those that the model holds, a tied head's packed copy among them.
+What is measured and how: bench/step_rates.py, in CPU time of the one thread. Bytes are those that the model holds, a tied head's
+packed copy among them.
 `python -m bench.int8 --model smollm2`: a process of its own, since it loads torch.
 """
 

@@ -104,7 +104,9 @@ class _Prefill:
 class _Decode:
     name: str
     placed: set[_Live] = field(default_factory=set)  # on their way or here
-    running: set[_Live] = field(default_factory=set)
+    running: dict[_Live, None] = field(
+        default_factory=dict
+    )  # in the order in which they came, so that a seed says it all
     is_stepping: bool = False
 
 
@@ -240,7 +242,7 @@ class Fleet:
         self._leave(live)
         if live.decode is not None:
             live.decode.placed.discard(live)
-            live.decode.running.discard(live)
+            live.decode.running.pop(live, None)
         if live.prefill is not None and live in live.prefill.queue and live.prefill.queue[0] is not live:
             live.prefill.queue.remove(live)
 
@@ -276,7 +278,7 @@ class Fleet:
             self._end(live)
             return
         assert live.decode is not None
-        live.decode.running.add(live)
+        live.decode.running[live] = None
         if not live.decode.is_stepping:
             self._step(live.decode)
 
@@ -292,7 +294,7 @@ class Fleet:
                 continue
             live.outcome.num_tokens += 1
             if live.outcome.num_tokens >= live.outcome.job.output_tokens:
-                decode.running.discard(live)
+                decode.running.pop(live)
                 decode.placed.discard(live)
                 self._end(live)
         decode.is_stepping = False
