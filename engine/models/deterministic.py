@@ -57,12 +57,12 @@ def numerics_digest(model: Llama, cache: TorchKVCache, attention: FixedAttention
 
 def _fix_linears(model: Llama) -> None:
     """Replace every matrix of `model` by one whose rows do not depend on their number; equal shapes are tried once."""
-    spec, dtype = model.spec, model.embeddings.dtype
+    spec = model.spec
     sizes: dict[str, tuple[int, ...]] = {}
 
     def fixed(name: str, linear: Linear, num_inputs: int, candidates: Iterable[int] = ROW_SIZES) -> FixedLinear:
         if name not in sizes:
-            sizes[name] = row_sizes(linear, num_inputs, tuple(candidates), dtype)
+            sizes[name] = row_sizes(linear, num_inputs, tuple(candidates))
         return FixedLinear(linear, sizes[name])
 
     model.layers = [
