@@ -38,7 +38,7 @@ def make_deterministic(model: Llama, block_size: int) -> FixedAttention:
     spec = model.spec
     if spec.ffn_size % VECTOR:
         raise ConfigError(
-            f"engine.deterministic needs an ffn_size that is a multiple of {VECTOR}; this model's is {spec.ffn_size}",
+            f"engine.deterministic needs an ffn_size that is a multiple of {VECTOR} on each rank; here it is {spec.ffn_size}",
             field="deterministic",
         )
     _fix_linears(model)
