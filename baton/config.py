@@ -51,6 +51,10 @@ class EngineConfig:
         wanted = compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         return KV_DTYPE_ALIASES.get(wanted, wanted)
 
+    def kv_bytes(self, block_bytes: int) -> int:
+        """Of the KV cache of one worker, at most; `block_bytes` is KVLayout's."""
+        return self.num_blocks * block_bytes if self.num_blocks else self.kv_memory_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:

@@ -148,8 +148,7 @@ def _kv_bytes(config: ClusterConfig, role: str, spec: ModelSpec) -> int:
     if config.emulation.gpu:
         model = emulated_model(config.emulation)
         return (engine.num_blocks or model.num_blocks(engine.block_size)) * model.layout(engine.block_size).block_bytes
-    layout = spec.kv_layout(engine.kv_dtype(config.model.dtype), engine.block_size)
-    return engine.num_blocks * layout.block_bytes if engine.num_blocks else engine.kv_memory_bytes
+    return engine.kv_bytes(spec.kv_layout(engine.kv_dtype(config.model.dtype), engine.block_size).block_bytes)
 
 
 def _free_bytes(folder: Path) -> int:

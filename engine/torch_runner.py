@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 from baton.kv_layout import DTYPE_BYTES
 from baton.memory import available_memory_bytes
 from baton.model_files import ModelFiles
+from baton.model_spec import ModelSpec
 from engine.loading.weight_manifest import is_projection, weight_manifest
 from engine.loading.weights import load_weights
 from engine.models.architecture import ARCHITECTURES
@@ -107,14 +108,14 @@ def load_torch_runner(
             raise ConfigError(f"{field} = {value!r} is not supported: use {', '.join(known)}", field=field)
     check_shards(files.spec, size)
     layout = files.spec.kv_layout(kv_dtype, engine.block_size)
-    num_blocks = num_blocks or engine.num_blocks or engine.kv_memory_bytes // layout.block_bytes
+    num_blocks = num_blocks or engine.kv_bytes(layout.block_bytes) // layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"engine.kv_memory_bytes = {engine.kv_memory_bytes} holds no block ({layout.block_bytes} bytes each): raise it",
             field="engine.kv_memory_bytes",
         )
     kv_bytes = num_blocks * layout.block_bytes
-    _check_memory(files, dtype, kv_bytes, size)
+    _check_memory(loading_bytes(files.spec, dtype, size), kv_bytes)
     if size == 1:
         buffer = None if allocate is None else allocate(kv_bytes)
         return load_rank(files, engine, dtype, num_blocks, buffer, weights=weights).runner()
@@ -168,18 +169,22 @@ def load_rank(
     return LoadedRank(model, TorchKVCache(layout, num_blocks, buffer, shard), attention)
 
 
-def _check_memory(files: ModelFiles, dtype: str, kv_bytes: int, num_ranks: int) -> None:
-    """Refuse before the kernel kills: weights, what laying them out takes beside them, and KV must fit what is free now."""
-    spec, element_bytes = files.spec, DTYPE_BYTES[dtype]
+def loading_bytes(spec: ModelSpec, dtype: str, num_ranks: int = 1) -> int:
+    """Of the weights in all ranks, and of what laying them out takes beside them for a moment."""
+    element_bytes = DTYPE_BYTES[dtype]
     shapes = ARCHITECTURES[spec.architecture].tensor_shapes(spec)
     weight_bytes = sum(place.nbytes for place in weight_manifest(shapes, dtype, spec.is_int8).places)
     if spec.tie_embeddings:  # a packed head of its own; see models/linear.py
         weight_bytes += element_bytes * spec.vocab_size * spec.hidden_size
     weight_bytes += more_bytes(spec, num_ranks, element_bytes)
-    # For a moment, in each rank: one matrix in fp32 as it is read, put in order and divided by its scales; else gate and up once
-    # more, fused. A rank reads each tensor whole before it takes its part.
+    # For a moment, in each rank: one matrix in fp32 as it is read, put in order and, for int8, divided by its scales; gate and up
+    # once more, fused, take no more than that. A rank reads each tensor whole before it takes its part.
     widest = max(math.prod(shape) for name, shape in shapes.items() if is_projection(name) or num_ranks > 1)
-    weight_bytes += num_ranks * widest * (3 * DTYPE_BYTES["float32"] if spec.is_int8 else 2 * element_bytes)
+    return weight_bytes + num_ranks * widest * (3 if spec.is_int8 else 2) * DTYPE_BYTES["float32"]
+
+
+def _check_memory(weight_bytes: int, kv_bytes: int) -> None:
+    """Refuse before the kernel kills: both must fit what is free now."""
     available_bytes = available_memory_bytes()
     if weight_bytes + kv_bytes > available_bytes:
         raise ConfigError(

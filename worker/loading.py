@@ -118,11 +118,14 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
 
 def _borrowed(config: WorkerConfig, borrow: Borrow, files: ModelFiles, manifest: WeightManifest) -> mmap.mmap | None:
     from engine.loading.weight_image import weight_buffer
+    from engine.torch_runner import loading_bytes
 
-    layout = page_layout(config.kv.frame_bytes)
+    layout, engine, dtype = page_layout(config.kv.frame_bytes), config.engine, config.model.dtype
     nbytes = PageSource(layout, manifest.nbytes, lambda *_: None).num_blocks * layout.block_bytes
-    if 2 * nbytes > available_memory_bytes():  # the image, and the model that is made of it
-        log.warning("weights_not_borrowed", reason=f"{2 * nbytes >> 20} MiB must be free for it")
+    kv_bytes = engine.kv_bytes(files.spec.kv_layout(engine.kv_dtype(dtype), engine.block_size).block_bytes)
+    needed_bytes = nbytes + loading_bytes(files.spec, dtype) + kv_bytes  # the image, and what is made beside it
+    if needed_bytes > available_memory_bytes():
+        log.warning("weights_not_borrowed", reason=f"{needed_bytes >> 20} MiB must be free for it")
         return None
     buffer = weight_buffer(nbytes)
     return buffer if borrow(files.spec, manifest, buffer) else None

@@ -38,7 +38,7 @@ def make_deterministic(model: Llama, block_size: int) -> FixedAttention:
     spec = model.spec
     if spec.ffn_size % VECTOR:
         raise ConfigError(
-            f"engine.deterministic needs an ffn_size that is a multiple of {VECTOR}; this model's is {spec.ffn_size}",
+            f"engine.deterministic needs an ffn_size that is a multiple of {VECTOR} on each rank; here it is {spec.ffn_size}",
             field="deterministic",
         )
     _fix_linears(model)
@@ -57,12 +57,12 @@ def numerics_digest(model: Llama, cache: TorchKVCache, attention: FixedAttention
 
 def _fix_linears(model: Llama) -> None:
     """Replace every matrix of `model` by one whose rows do not depend on their number; equal shapes are tried once."""
-    spec, dtype = model.spec, model.embeddings.dtype
+    spec = model.spec
     sizes: dict[str, tuple[int, ...]] = {}
 
     def fixed(name: str, linear: Linear, num_inputs: int, candidates: Iterable[int] = ROW_SIZES) -> FixedLinear:
         if name not in sizes:
-            sizes[name] = row_sizes(linear, num_inputs, tuple(candidates), dtype)
+            sizes[name] = row_sizes(linear, num_inputs, tuple(candidates))
         return FixedLinear(linear, sizes[name])
 
     model.layers = [

@@ -23,6 +23,7 @@ class Linear:
         self.packed = weight.dtype == torch.float32 and weight.is_cpu and torch._C._has_mkldnn
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
+        self.probe_dtype = weight.dtype  # of x, where its kernel is tried: fixed_linear.py
 
     def parts(self) -> Iterator[tuple[str, Linear | Tensor]]:
         """Yield what it was made of, each as the name of its tensor ends, and whole by rows; a Linear stands for `dense`."""

@@ -53,6 +53,7 @@ class QuantizedLinear(Linear):
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         """Take values [out, in], scales [out] and bias [out]; the caller drops its own references."""
         self.values, self.scales, self.bias = values, scales, bias
+        self.probe_dtype = torch.float32  # so that sums show as they are
 
     def parts(self) -> Iterator[tuple[str, Linear | Tensor]]:
         yield "weight", self.values

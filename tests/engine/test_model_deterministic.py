@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.model_files import load_model_files
+from baton.model_files import ModelFiles, load_model_files
 from baton.request import SamplingParams
 from engine.models.attention import lay_out
 from engine.models.fixed_sizes import agreeing
@@ -30,6 +30,7 @@ CASES = {  # heads per KV head 2, 3 and 5; a model whose down projection splits 
     "bf16": ({"architecture": "llama", "num_heads": 5, "num_kv_heads": 1}, "bfloat16", "auto", "auto"),
     "fp8": ({"architecture": "llama"}, "float32", "fp8", "auto"),
     "int8": ({"architecture": "llama", "ffn_size": 1536}, "float32", "auto", "int8"),
+    "int8, fp16": ({"architecture": "qwen3", "ffn_size": 1536, "attention_bias": True}, "float16", "auto", "int8"),
 }
 Edges = Callable[[int], list[int]]
 Logits = dict[tuple[int, int], Tensor]  # by text and number of tokens before
@@ -97,9 +98,12 @@ def load(
     engine = EngineConfig(
         num_blocks=160, block_size=BLOCK, num_threads=num_threads, kv_cache_dtype=kv_dtype, deterministic=deterministic
     )
+    return load_torch_runner(described(path, quantization), engine, dtype)
+
+
+def described(path: Path, quantization: str) -> ModelFiles:
     files = load_model_files(str(path))
-    files = dataclasses.replace(files, spec=files.spec.quantized(quantization))
-    return load_torch_runner(files, engine, dtype)
+    return dataclasses.replace(files, spec=files.spec.quantized(quantization))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -135,10 +139,11 @@ def test_another_number_of_threads_gives_the_same_bits(
     assert texts._runner.numerics == reference[0]._runner.numerics
 
 
-def test_two_ranks_give_bits_of_their_own_and_these_in_any_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_two_ranks_give_bits_of_their_own_and_these_in_any_batch(tmp_path: Path, quantization: str) -> None:
     path = make_tiny_model(tmp_path / "tiny", ffn_size=1536)
     engine = EngineConfig(num_blocks=160, block_size=BLOCK, num_threads=2, deterministic=True, tensor_parallel_size=2)
-    runner = load_torch_runner(load_model_files(str(path)), engine, "float32")
+    runner = load_torch_runner(described(path, quantization), engine, "float32")
     assert runner.ranks is not None
     try:
         texts = Texts(runner)
@@ -148,7 +153,7 @@ def test_two_ranks_give_bits_of_their_own_and_these_in_any_batch(tmp_path: Path)
             assert [key for key in got.keys() & alone.keys() if not torch.equal(got[key], alone[key])] == []
     finally:
         runner.ranks.close()
-    assert runner.numerics != load(path, "float32", "auto").numerics  # so such workers never pair
+    assert runner.numerics != load(path, "float32", "auto", quantization).numerics  # so such workers never pair
 
 
 def test_without_it_the_same_variants_give_other_bits(tmp_path: Path) -> None:

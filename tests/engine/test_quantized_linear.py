@@ -97,11 +97,12 @@ def test_what_it_was_made_of_is_named_and_nothing_is_rounded_again() -> None:
     assert dict(dense.parts()) == {"weight": dense, "bias": bias}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_at_fixed_sizes_a_row_does_not_depend_on_their_number(dtype: torch.dtype) -> None:
+    """All rows: an order that was rounded away where it was tried shows in one sum of 20,000 in bf16."""
     linear = QuantizedLinear(*quantise(random(600, 1_536)))  # two tiles
-    fixed = FixedLinear(linear, row_sizes(linear, 1_536, ROW_SIZES, dtype))
+    fixed = FixedLinear(linear, row_sizes(linear, 1_536, ROW_SIZES))
     x = random(600, 1_536, seed=1).to(dtype)
     whole = fixed(x)
     for rows in (1, 2, 3, 5, 31, 33, 511, 513):
-        assert torch.equal(fixed(x[:rows]), whole[:rows]), rows
+        assert torch.equal(torch.cat([fixed(part) for part in torch.split(x, rows)]), whole), rows
