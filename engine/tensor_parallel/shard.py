@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.model_spec import ModelSpec
+from engine.loading.weight_manifest import SCALE
 
 _BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _SUMMED_BIAS = "self_attn.o_proj.bias"
 _BY_ROWS = tuple(
     f"{name}_proj.{kind}"
     for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-    for kind in ("weight", "weight_scale", "bias")
+    for kind in ("weight", f"weight{SCALE}", "bias")
 )
 
 
