@@ -7,15 +7,12 @@ packed copy among them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.model_files import ModelFiles, load_model_files
-from bench.step_rates import NUM_BLOCKS, measure, table
+from bench.step_rates import NUM_BLOCKS, measure, parser, show
 from engine.models.linear import Linear
 from engine.torch_runner import TorchRunner, load_torch_runner
 
@@ -35,12 +32,8 @@ def weight_bytes(runner: TorchRunner) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.int8", description="The price of int8 weights.")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+    asked = parser("bench.int8", "The price of int8 weights.")
+    args = asked.parse_args()
     files = load_model_files(args.model)
     runners = {
         name: load(files, quantization, args.dtype) for name, quantization in (("whole", "auto"), ("int8", "int8"))
@@ -48,9 +41,7 @@ def main() -> None:
     for name, runner in runners.items():
         print(f"{name}: {weight_bytes(runner):,} bytes of weights")
     figures = measure(runners, args.rounds, time.thread_time)
-    print(table(figures))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1))
+    show(figures, args.json)
 
 
 if __name__ == "__main__":

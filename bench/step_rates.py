@@ -5,9 +5,12 @@ Prefill: a prompt of PREFILL_TOKENS. Decode: sequences with CONTEXT_TOKENS each,
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -79,6 +82,30 @@ def measure(
                 if round_:
                     figures.setdefault(what, {}).setdefault(name, []).append(rate)
     return figures
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """What every such bench asks for."""
+    made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+    made.add_argument(
+        "--model", default="smollm2", help="a known name, a Hugging Face directory or a .gguf file (%(default)s)"
+    )
+    made.add_argument("--dtype", default="float32", help="compute dtype (%(default)s)")
+    made.add_argument("--rounds", type=_rounds, default=15, help="two or more (%(default)s)")
+    made.add_argument("--json", type=Path, default=None, metavar="PATH", help="write the rates of all rounds there")
+    return made
+
+
+def _rounds(text: str) -> int:
+    if (rounds := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{rounds}: a spread takes two rounds at least")
+    return rounds
+
+
+def show(figures: Figures, file: Path | None) -> None:
+    print(table(figures))
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=1))
 
 
 def table(figures: Figures) -> str:

@@ -6,28 +6,21 @@ with as many threads in all (step_rates.py).
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.model_files import load_model_files
-from bench.step_rates import NUM_BLOCKS, measure, table
+from bench.step_rates import NUM_BLOCKS, measure, parser, show
 from engine.torch_runner import load_torch_runner
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.tensor_parallel", description="What ranks gain and cost.")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--ranks", type=int, default=3, help="that divide the model's KV heads (%(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of all ranks together (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+    asked = parser("bench.tensor_parallel", "What ranks gain and cost.")
+    asked.add_argument("--ranks", type=int, default=3, help="that divide the model's KV heads (%(default)s)")
+    asked.add_argument("--threads", type=int, default=os.cpu_count(), help="of all ranks together (%(default)s)")
+    args = asked.parse_args()
     if args.ranks < 2:
-        parser.error(f"--ranks {args.ranks}: the other engine has one; ask for 2 or more")
+        asked.error(f"--ranks {args.ranks}: the other engine has one; ask for 2 or more")
     files = load_model_files(args.model)
     names = {ranks: f"{ranks} of {max(1, args.threads // ranks)} threads" for ranks in (1, args.ranks)}
     runners = {
@@ -46,9 +39,7 @@ def main() -> None:
         for runner in runners.values():
             if runner.ranks is not None:
                 runner.ranks.close()
-    print(table(figures))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1))
+    show(figures, args.json)
 
 
 if __name__ == "__main__":
