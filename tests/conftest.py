@@ -58,9 +58,15 @@ def open_ports() -> list[str]:
     return [f"port {c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN]
 
 
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error as error:  # it has ended meanwhile, or nobody has waited for it
+        return f"{type(error).__name__}"
+
+
 def leftovers() -> list[str]:
-    me = psutil.Process()
-    processes = [f"process {child.pid} {' '.join(child.cmdline())[:100]}" for child in me.children(recursive=True)]
+    processes = [f"process {child.pid} {_command(child)[:100]}" for child in psutil.Process().children(recursive=True)]
     # asyncio's and gRPC's pools keep daemon workers by design; threads of ours are named
     ours = ("engine", "loop", "baton-kv")
     threads = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name in ours]

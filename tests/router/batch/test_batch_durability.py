@@ -244,6 +244,7 @@ async def test_nothing_of_a_prompt_or_an_answer_is_logged(
         await ended(
             client, (await send(client, [line("a", prompt="my secret"), line("b", prompt="my secret", n=99)])).id
         )
+        await until(lambda: "batch_ended" in caplog.messages, "what is in the database is logged, too")
     events = [(record.getMessage(), str(vars(record))) for record in caplog.records]
     assert {"batch_created", "batch_taken", "batch_ended"} <= {event for event, _ in events}
     assert not any("secret" in fields for _, fields in events)
