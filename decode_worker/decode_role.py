@@ -81,6 +81,9 @@ class DecodeRole:
             self._give_up(decode, Cancelled("the router cancelled the call"))
         return True
 
+    def can_reroute(self, seq: int) -> bool:
+        return False
+
     def on_reroute(self, seq: int, peer: str, serial: int) -> bool:
         return False  # nothing is handed over from here
 

@@ -103,10 +103,14 @@ class PrefillRole:
         insort(self._queue, prefill.queued, key=_order)
         self._start_queued()
 
-    def on_reroute(self, seq: int, peer: str, serial: int) -> bool:
+    def can_reroute(self, seq: int) -> bool:
         prefill = self._open.get(seq)
-        if prefill is None or prefill.state is State.CLOSING or not prefill.needs_decode:
+        return prefill is not None and prefill.state is not State.CLOSING and prefill.needs_decode
+
+    def on_reroute(self, seq: int, peer: str, serial: int) -> bool:
+        if not self.can_reroute(seq):
             return False
+        prefill = self._open[seq]
         prefill.reroute = serial
         if prefill.lost is None:
             if prefill.peer == peer:

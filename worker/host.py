@@ -335,7 +335,8 @@ class WorkerHost:
         try:
             peer = self.links.open(reroute.decode, session.router_epoch)
         except BatonError as error:
-            session.handoff_lost(reroute.seq, error, reroute.serial)
+            if any(role.can_reroute(reroute.seq) for role in self._roles):  # else it has ended, and said so
+                session.handoff_lost(reroute.seq, error, reroute.serial)
             return
         for role in self._roles:
             role.on_reroute(reroute.seq, peer, reroute.serial)

@@ -496,7 +496,8 @@ class RigWorker:
         try:
             peer = self._link_to(reroute.decode)
         except BatonError as error:
-            self.sessions.handoff_lost(reroute.seq, error, reroute.serial)
+            if any(role.can_reroute(reroute.seq) for role in self.roles):
+                self.sessions.handoff_lost(reroute.seq, error, reroute.serial)
             return
         for role in self.roles:
             role.on_reroute(reroute.seq, peer, reroute.serial)

@@ -52,6 +52,12 @@ def test_workers_that_fill_each_others_pools_never_wait_in_a_circle(start: int) 
         Scenario.ring(seed)
 
 
+@pytest.mark.parametrize("seed", [1043, 1083, 1236])
+def test_a_reroute_to_nobody_of_what_has_ended_is_not_answered(seed: int) -> None:
+    """It crossed the end; a word after it would be taken for one of the next attempt's."""
+    Scenario(seed).storm()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("start", range(1_000, 6_000, 1_000))
