@@ -104,9 +104,7 @@ class _Prefill:
 class _Decode:
     name: str
     placed: set[_Live] = field(default_factory=set)  # on their way or here
-    running: dict[_Live, None] = field(
-        default_factory=dict
-    )  # in the order in which they came, so that a seed says it all
+    running: dict[_Live, None] = field(default_factory=dict)  # as they came: a set's order is that of addresses
     is_stepping: bool = False
 
 

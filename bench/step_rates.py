@@ -33,10 +33,8 @@ class _Rates:
     def __init__(self, runner: TorchRunner, now_s: Callable[[], float]) -> None:
         self._runner = runner
         self._now_s = now_s
-        layout = runner.kv_cache.layout
         self._vocab_size = runner.model.spec.vocab_size
         self._blocks_each = runner.kv_cache.num_blocks // BATCHES[-1]
-        self._max_tokens = self._blocks_each * layout.block_size
 
     def prefill(self) -> float:
         """Tokens per second of one prompt."""

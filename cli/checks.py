@@ -122,24 +122,16 @@ def check_shared_memory(config: ClusterConfig, free: int) -> None:
         )
 
 
-def num_parameters(spec: ModelSpec) -> int:
-    """Weights of a decoder-only transformer with gated FFN: embeddings, then per layer q, k, v, o and three FFN matrices."""
-    return _num_embeddings(spec) + _num_projections(spec)
-
-
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """What they take in memory; where a layer's matrices are int8, their scales, one in a few hundred bytes, are left out."""
+    """Of a decoder-only transformer with gated FFN: embeddings, then per layer q, k, v, o and three FFN matrices.
+
+    Left out: norms and biases, and the scales of int8 matrices, one number in some hundred bytes.
+    """
     element_bytes = DTYPE_BYTES[dtype]
-    return _num_embeddings(spec) * element_bytes + _num_projections(spec) * (1 if spec.is_int8 else element_bytes)
-
-
-def _num_embeddings(spec: ModelSpec) -> int:
-    return spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
-
-
-def _num_projections(spec: ModelSpec) -> int:
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    projections = spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    return embeddings * element_bytes + projections * (1 if spec.is_int8 else element_bytes)
 
 
 def _kv_bytes(config: ClusterConfig, role: str, spec: ModelSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from baton import clock
@@ -48,6 +48,13 @@ class OtherProcesses(Protocol):
         ...
 
 
+class NoOthers:
+    """Of a model in one process."""
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, and what is known of it."""
@@ -60,7 +67,7 @@ class LoadedModel:
     lendable: LendableWeights | None = None
     weights_from: str = ""  # FROM_PEER | FROM_FILES; "" = it has none
     weights_s: float = 0.0  # that they took to come and to be laid out
-    others: OtherProcesses | None = None
+    others: OtherProcesses = field(default_factory=NoOthers)  # whoever takes the model closes them
 
 
 Allocate: TypeAlias = Callable[
@@ -112,7 +119,12 @@ def load_torch_model(config: WorkerConfig, allocate: Allocate, borrow: Borrow | 
         lendable = LendableWeights(manifest, pages)
     spec = replace(files.spec, numerics=runner.numerics)
     return LoadedModel(
-        spec, runner, lendable=lendable, weights_from=weights_from, weights_s=weights_s, others=runner.ranks
+        spec,
+        runner,
+        lendable=lendable,
+        weights_from=weights_from,
+        weights_s=weights_s,
+        others=runner.ranks or NoOthers(),
     )
 
 

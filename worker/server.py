@@ -192,8 +192,7 @@ class WorkerServer:
                 transport = emulated_link(config, transport)
             not_started.callback(transport.close)
             model = await self._loaded(transport.allocate, trust)
-            if model.others is not None:
-                not_started.callback(model.others.close)
+            not_started.callback(model.others.close)
             kv_cache = model.runner.kv_cache
             self.fingerprint = model.spec.fingerprint
             engine = LocalEngine(
@@ -226,13 +225,11 @@ class WorkerServer:
             if model.lendable is not None:
                 hello = weight_hello(config, model.spec, model.lendable.manifest, self.epoch, plane.address)
                 self._lender = WeightLender(hello, model.lendable.pages, plane, config.kv, trust)
-            if model.others is not None:
-                model.others.watch(self._forward_fatal)
+            model.others.watch(self._forward_fatal)
             await self._serve_host(self._host, trust, _StartUp(model.weights_from, model.weights_s, started_s))
         finally:
             await self._loop.run_in_executor(None, plane.stop)
-            if model.others is not None:
-                await self._loop.run_in_executor(None, model.others.close)
+            await self._loop.run_in_executor(None, model.others.close)
 
     async def _loaded(self, allocate: Allocate, trust: PeerTrust) -> LoadedModel:
         """Load on a thread of its own, as borrowed weights come through this loop; one that no exit of the process waits for."""

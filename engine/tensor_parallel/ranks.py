@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from baton.config import EngineConfig
@@ -119,9 +120,10 @@ class Ranks:
         self._tell([(entry.token_ids, entry.start, entry.block_table, entry.sample) for entry in entries])
 
     def _tell(self, order: list[Entry] | None) -> None:
+        packed = ForkingPickler.dumps(order)  # once for all, as Connection.send does it for each
         try:
             for orders in self._orders:
-                orders.send(order)
+                orders.send_bytes(packed)
         except BlockingIOError:
             raise RunnerLost(f"a rank took no order for {PATIENCE_S:g} s") from None
         except OSError as error:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.errors import ConfigError
 from baton.kv_fp8 import E4M3_MAX
-from baton.model_files import ModelFiles
+from baton.model_files import ModelFiles, load_model_files
 from baton.request import SamplingParams
 from engine.models.attention import lay_out
 from engine.ports import BatchEntry
@@ -23,6 +25,19 @@ torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 S = 16  # block size
 NUM_BLOCKS = 64  # two tables of 32 blocks: 512 tokens each
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+DEMO_PROMPT = (
+    "The tide comes in and the tide goes out again. A letter to the harbour master, asking when the next boat leaves:"
+)
+
+
+def demo_files() -> ModelFiles:
+    """Of the demo model; skips the test where it is not here."""
+    try:
+        return load_model_files("smollm2")
+    except ConfigError:
+        pytest.skip("the demo model is not here: baton model fetch smollm2")
 
 
 class Scorer:

@@ -26,7 +26,17 @@ from baton.model_files import ModelFiles, load_model_files
 from engine.models import attention
 from engine.torch_runner import load_torch_runner
 from kv_transfer.kv_views import Fp8Export
-from tests.engine.fp8_scoring import BlockScale, Disagreement, S, Scorer, edge_p_value, mean_kl, top1_agreement
+from tests.engine.fp8_scoring import (
+    DEMO_PROMPT,
+    BlockScale,
+    Disagreement,
+    S,
+    Scorer,
+    demo_files,
+    edge_p_value,
+    mean_kl,
+    top1_agreement,
+)
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
 NUM_TOKENS = 160
@@ -184,17 +194,9 @@ def test_arithmetic_in_8_bits_is_refused(files: ModelFiles) -> None:
         load_torch_runner(files, EngineConfig(), "float8_e4m3")
 
 
-DEMO_PROMPT = (
-    "The tide comes in and the tide goes out again. A letter to the harbour master, asking when the next boat leaves:"
-)
-
-
 @pytest.mark.timeout(600)
 def test_the_demo_model_keeps_its_bounds_too() -> None:
-    try:
-        files = load_model_files("smollm2")
-    except ConfigError:
-        pytest.skip("the demo model is not here: baton model fetch smollm2")
+    files = demo_files()
     narrow, wide = Scorer(files, "fp8"), Scorer(files, "float32")
     ids: list[int] = Tokenizer.from_file(str(files.tokenizer_json)).encode(DEMO_PROMPT).ids
     answer, stepped = narrow.generate(ids, NUM_TOKENS)

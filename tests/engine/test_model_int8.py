@@ -26,13 +26,10 @@ from engine.models.linear import Linear
 from engine.models.quantized_linear import QuantizedLinear, quantise
 from engine.ports import BatchEntry
 from engine.torch_runner import load_torch_runner
-from tests.engine.fp8_scoring import Scorer, mean_kl, top1_agreement
+from tests.engine.fp8_scoring import DEMO_PROMPT, Scorer, demo_files, mean_kl, top1_agreement
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
 NUM_TOKENS = 160
-DEMO_PROMPT = (
-    "The tide comes in and the tide goes out again. A letter to the harbour master, asking when the next boat leaves:"
-)
 TINY_KL, TINY_TOP1 = 0.012, 0.88  # 0.0030; 0.969
 DEMO_KL, DEMO_TOP1 = 0.01, 0.9  # 0.0026 to 0.0029 over four prompts, of which this one has 0.0026; 0.956 to 0.988
 
@@ -160,10 +157,7 @@ def test_int8_stays_near_the_weights_of_the_files_in_a_tiny_model(files: ModelFi
 
 @pytest.mark.timeout(600)
 def test_the_demo_model_keeps_its_bounds() -> None:
-    try:
-        files = load_model_files("smollm2")
-    except ConfigError:
-        pytest.skip("the demo model is not here: baton model fetch smollm2")
+    files = demo_files()
     encode = Tokenizer.from_file(str(files.tokenizer_json)).encode
     narrow, wide = Scorer(int8(files), "float32"), Scorer(files, "float32")
     ids: list[int] = encode(DEMO_PROMPT).ids

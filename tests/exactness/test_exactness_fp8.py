@@ -9,16 +9,17 @@ P fp8  -> D fp32  is refused by name
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from baton.config import EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
+from baton.config import EngineConfig, ModelConfig, WorkerConfig
 from baton.kv_layout import KVLayout
 from baton.model_files import load_model_files
 from kv_transfer.kv_views import Fp8Export
 from tests.engine.fp8_scoring import Scorer
-from tests.exactness.pair_calls import NUM_TOKENS, PROMPTS, Calls
+from tests.exactness.pair_calls import NUM_TOKENS, PROMPTS, Calls, running
 from tests.tiny_models import make_tiny_model
 from worker.server import WorkerServer
 
@@ -38,19 +39,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(model_dir: Path) -> Iterator[dict[str, WorkerServer]]:
-    started: dict[str, WorkerServer] = {}
-    try:
-        for name, (role, kv_dtype) in WORKERS.items():
-            engine = EngineConfig(num_blocks=128, kv_cache_dtype=kv_dtype, prefix_cache=False, num_threads=1)
-            config = WorkerConfig(
-                name, role=role, model=ModelConfig(path=str(model_dir)), engine=engine, kv=KVTransferConfig()
-            )
-            started[name] = WorkerServer(config)
-            started[name].start()
+    engine = EngineConfig(num_blocks=128, prefix_cache=False, num_threads=1)
+    configs = (
+        WorkerConfig(
+            name, role=role, model=ModelConfig(str(model_dir)), engine=replace(engine, kv_cache_dtype=kv_dtype)
+        )
+        for name, (role, kv_dtype) in WORKERS.items()
+    )
+    with running(configs) as started:
         yield started
-    finally:
-        for worker in started.values():
-            worker.stop()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from baton.config import EngineConfig, ModelConfig, WorkerConfig
 from baton.model_files import load_model_files
-from tests.exactness.pair_calls import PROMPTS, Calls
+from tests.exactness.pair_calls import PROMPTS, Calls, running
 from tests.tiny_models import make_tiny_model
 from worker.server import WorkerServer
 
@@ -28,17 +28,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(model_dir: Path) -> Iterator[dict[str, WorkerServer]]:
-    started: dict[str, WorkerServer] = {}
-    try:
-        for name, (role, quantization) in WORKERS.items():
-            engine = EngineConfig(num_blocks=128, prefix_cache=False, num_threads=1)
-            model = ModelConfig(path=str(model_dir), quantization=quantization)
-            started[name] = WorkerServer(WorkerConfig(name, role=role, model=model, engine=engine))
-            started[name].start()
+    engine = EngineConfig(num_blocks=128, prefix_cache=False, num_threads=1)
+    configs = (
+        WorkerConfig(name, role=role, model=ModelConfig(str(model_dir), quantization=quantization), engine=engine)
+        for name, (role, quantization) in WORKERS.items()
+    )
+    with running(configs) as started:
         yield started
-    finally:
-        for worker in started.values():
-            worker.stop()
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import EngineConfig, KVTransferConfig, ModelConfig, WorkerConfig
-from baton.request import Request, SamplingParams
-from baton.v1 import worker_pb2
+from baton.config import EngineConfig, ModelConfig, WorkerConfig
+from baton.request import SamplingParams
+from tests.exactness.pair_calls import Calls, running
 from tests.exactness.transformers_reference import Reference, ReferenceAnswer
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
-from tests.worker.session_client import SessionClient
 from worker.server import WorkerServer
 
 NUM_TOKENS = 10
@@ -38,8 +37,6 @@ MODES = {
     "greedy+penalties": dataclasses.replace(GREEDY, **PENALTIES),  # type: ignore[arg-type]
     "seeded+penalties": dataclasses.replace(SEEDED, **PENALTIES),  # type: ignore[arg-type]
 }
-EPOCH = 0xE0
-_numbers = itertools.count(1)  # a worker refuses a seq that it has just seen, so tests share one row of numbers
 
 
 @pytest.fixture(scope="module")
@@ -64,52 +61,15 @@ def trio(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[tuple[bool
     """A prefill, a decode and a colocated worker of one configuration."""
     prefix_cache, chunk_tokens = request.param
     engine = EngineConfig(num_blocks=512, chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, num_threads=1)
-    workers = {
-        role: WorkerServer(
-            WorkerConfig(role, role=role, model=ModelConfig(path=str(model_dir)), engine=engine, kv=KVTransferConfig())
-        )
+    configs = (
+        WorkerConfig(role, role=role, model=ModelConfig(str(model_dir)), engine=engine)
         for role in ("prefill", "decode", "both")
-    }
-    try:
-        for worker in workers.values():
-            worker.start()
+    )
+    with running(configs) as workers:
         yield prefix_cache, workers
-    finally:
-        for worker in workers.values():
-            worker.stop()
 
 
-class Rig:
-    """Sessions to the three workers, and one call at a time as straight code."""
-
-    def __init__(self, sessions: dict[str, SessionClient], decode: worker_pb2.Peer) -> None:
-        self.sessions = sessions
-        self.decode = decode
-
-    async def call(
-        self, prompt: list[int], sampling: SamplingParams, *, colocated: bool
-    ) -> tuple[list[int], worker_pb2.SeqStats]:
-        seq = EPOCH << 32 | next(_numbers)
-        request = Request(seq, tuple(prompt), sampling)
-        first = self.sessions["both" if colocated else "prefill"]
-        last = first if colocated else self.sessions["decode"]
-        first.submit(request, None if colocated else self.decode)
-        await first.until(lambda: seq in first.ended or seq in first.refused)
-        assert seq in first.ended, first.refused
-        assert first.ended[seq].outcome != worker_pb2.OUTCOME_FAILED, first.ended[seq].error
-        await last.until(lambda: seq in last.ended)
-        tokens = first.tokens[seq] | last.tokens[seq]
-        assert sorted(tokens) == list(range(NUM_TOKENS))
-        return [tokens[i] for i in range(NUM_TOKENS)], first.ended[seq].stats
-
-
-async def connect(workers: dict[str, WorkerServer], stack: list[SessionClient]) -> Rig:
-    sessions = {role: SessionClient(worker.address, EPOCH) for role, worker in workers.items()}
-    for session in sessions.values():
-        await session.__aenter__()
-        stack.append(session)
-    decode = worker_pb2.Peer(worker_id="decode", epoch=workers["decode"].epoch, address=workers["decode"].address)
-    return Rig(sessions, decode)
+PATHS = {False: ("prefill", "decode"), True: ("both", "both")}  # by whether it is colocated: who begins, who ends
 
 
 @pytest.mark.parametrize("concurrency", [1, 8], ids=["alone", "eight-at-once"])
@@ -120,25 +80,18 @@ async def test_pd_equals_colocated_equals_transformers(
     mode: str,
     concurrency: int,
 ) -> None:
-    _, workers = trio
-    opened: list[SessionClient] = []
-    excused = 0
-    try:
-        rig = await connect(workers, opened)
+    async with Calls(trio[1]) as calls:
         seats = asyncio.Semaphore(concurrency)
 
         async def compare(n: int, colocated: bool) -> bool:
             async with seats:
-                tokens, _ = await rig.call(PROMPTS[n], MODES[mode], colocated=colocated)
+                tokens, _ = await calls.answer(*PATHS[colocated], PROMPTS[n], MODES[mode])
             return check(tokens, references[n, mode], f"prompt {n} colocated={colocated}")
 
         excuses = await asyncio.gather(
             *(compare(n, colocated) for colocated in (False, True) for n in range(len(PROMPTS)))
         )
-        excused = sum(excuses)
-    finally:
-        for session in opened:
-            await session.__aexit__()
+    excused = sum(excuses)
     # 28 answers of 10 tokens: the reference is undecided about once in 500 tokens, so more than this is a fault.
     assert excused <= 4, f"{excused} answers differ where the reference was undecided"
 
@@ -154,43 +107,32 @@ def check(tokens: list[int], reference: ReferenceAnswer, what: str) -> bool:
 
 async def test_with_the_cache_on_only_the_remainder_is_computed(trio: tuple[bool, dict[str, WorkerServer]]) -> None:
     prefix_cache, workers = trio
-    opened: list[SessionClient] = []
-    try:
-        rig = await connect(workers, opened)
+    async with Calls(workers) as calls:
         for n, length in enumerate((1, 15, 16, 17, 64, 65, 200)):
             prompt = [(7 * i + 13 * n) % 400 + 50 for i in range(length)]
-            for colocated in (False, True):
-                _, cold = await rig.call(prompt, GREEDY, colocated=colocated)
-                _, warm = await rig.call(prompt, GREEDY, colocated=colocated)
+            for colocated, path in PATHS.items():
+                _, cold = await calls.answer(*path, prompt, GREEDY)
+                _, warm = await calls.answer(*path, prompt, GREEDY)
                 hit = (length - 1) // 16 * 16 if prefix_cache else 0
                 assert (cold.cached_tokens, cold.computed_tokens) == (0, length)
                 assert (warm.cached_tokens, warm.computed_tokens) == (hit, length - hit)
                 if not colocated:
                     leading = (length - 1) // 16 if prefix_cache else 0
                     assert warm.kv_blocks == -(-length // 16) - leading, "only the blocks that decode lacks are shipped"
-    finally:
-        for session in opened:
-            await session.__aexit__()
 
 
 async def test_the_first_tokens_logprobs_cross_the_handoff(
     trio: tuple[bool, dict[str, WorkerServer]], references: dict[tuple[int, str], ReferenceAnswer]
 ) -> None:
-    _, workers = trio
-    opened: list[SessionClient] = []
-    try:
-        rig = await connect(workers, opened)
+    async with Calls(trio[1]) as calls:
         mode = "greedy+penalties"
         seen: set[int] = set()
         for n in (3, 10):
-            await rig.call(PROMPTS[n], MODES[mode], colocated=False)
-            (seq,) = rig.sessions["decode"].logprobs.keys() - seen
+            await calls.answer(*PATHS[False], PROMPTS[n], MODES[mode])
+            (seq,) = calls.sessions["decode"].logprobs.keys() - seen
             seen.add(seq)
-            logprobs = rig.sessions["prefill"].logprobs[seq] | rig.sessions["decode"].logprobs[seq]
+            logprobs = calls.sessions["prefill"].logprobs[seq] | calls.sessions["decode"].logprobs[seq]
             assert sorted(logprobs) == list(range(NUM_TOKENS))
             for index, (logprob, top) in logprobs.items():
                 assert logprob == pytest.approx(references[n, mode].logprobs[index], abs=1e-3)
                 assert len(top) == 3
-    finally:
-        for session in opened:
-            await session.__aexit__()

@@ -6,7 +6,8 @@ What every call owes, whatever happens to it:
               the first one only, decode all others
     an end    prefill says exactly one of Refused, FINISHED, HANDED_OFF, FAILED, CANCELLED (unless it or the router dies);
               after HANDED_OFF decode says exactly one of FINISHED, FAILED, CANCELLED
-    FINISHED  means that every token has come, and nothing comes after any of these
+    FINISHED  means that every token has come, and nothing comes after any of these; decode, if its link to prefill broke, may
+              refuse its ticket meanwhile
 
 A call whose prefill has failed or died is over: the router cancels decode and goes elsewhere (router/handoff.py). Decode may
 have adopted the sequence by then and say so once; what it says must still be right.
@@ -289,7 +290,7 @@ class RigRouter:
             )
         if call.outcome == FINISHED and call.tokens != call.expected:
             wrong.append(f"is finished with {len(call.tokens)} of {len(call.expected)} tokens")
-        if call.prefill is not None and call.prefill.outcome == FINISHED and call.decode.outcome:
+        if call.prefill is not None and call.prefill.outcome == FINISHED and call.decode.outcome not in ("", REFUSED):
             wrong.append("finished on prefill, and decode speaks of it")
         if call.over_s > call.deadline_s + LATE_S and not self.cluster.had_stops:
             wrong.append(f"ended {call.over_s - call.deadline_s:.2f} s after its deadline")

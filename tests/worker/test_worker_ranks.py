@@ -69,6 +69,13 @@ async def test_kv_goes_between_workers_of_any_degree(model_dir: Path, tmp_path: 
     assert set(map(tuple, answers.values())) == {tuple(answers["1 to 2"])}
 
 
+def test_a_rank_that_dies_takes_a_worker_along_that_has_nothing_to_do(model_dir: Path, tmp_path: Path) -> None:
+    worker = start(tmp_path, model_dir, "both-0", 2).wait_ready()
+    (rank,) = ranks_of(worker)
+    rank.kill()
+    assert "both-0 ended with 1" in worker.wait_ended()
+
+
 async def test_a_rank_that_dies_takes_its_worker_along_and_its_streams_go_on(model_dir: Path, tmp_path: Path) -> None:
     lost = start(tmp_path, model_dir, "decode-0", 2)
     others = (start(tmp_path, model_dir, "prefill-0", 1), start(tmp_path, model_dir, "decode-1", 1))
